@@ -1,0 +1,1 @@
+"""The methods of kvsim, really running in torch with packed storage."""
