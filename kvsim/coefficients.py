@@ -1,0 +1,173 @@
+"""Calibrated numbers that turn work into time: one row per (op, kernel family, format), how well it fits, and its source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from math import isfinite
+from typing import Any
+
+from kvsim.errors import KvsimError, did_you_mean, shown
+
+OPS = ("decode", "prefill", "matmul", "elementwise")
+FAMILIES = ("ampere-dc", "hopper", "blackwell-dc", "blackwell-gddr", "ada", "ampere-gddr", "turing", "volta", "cdna",
+            "rdna", "xe", "gaudi", "trainium", "tpu", "apple", "unified-nvidia", "cpu")
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "t0_s": (0.0, 1e-2),
+    "bandwidth_share": (0.01, 1.1),
+    "cache_multiple": (0.01, 16.0),
+    "cache_reach": (0.05, 4.0),
+    "flops_share": (1e-4, 1.2),
+    "wave_s": (0.0, 1e-3),
+    "step_s": (0.0, 1e-3),
+    "split_s": (0.0, 1e-2),
+    "block_s": (0.0, 1e-3),
+}
+"""What physics allows for each number; a value outside is a slip of the pen or of a unit."""
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """The numbers of one kernel: `op` is one of OPS, `kernel` a kernel family, `format` a number format ("*": any).
+
+    t0_s: launch and fixed cost. bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
+    cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level cache;
+    cache_reach: share of that cache in which it holds. element_rates: (head_dim, stored values per unit and clock cycle)
+    pairs, ascending; empty where no conversion limits. flops_share: achieved share of the dense peak.
+    wave_s: seconds for each wave of thread blocks. block_s: seconds for each thread block of one unit.
+    step_s: seconds for a block to walk 1,024 rows (bounds what one block can do alone). split_s: extra when few blocks must split.
+    log_error: 5%, 50% and 95% quantiles of ln(measured / predicted). rows: measurements behind it.
+    borrowed: family it was taken from, "" where measured on this family. source, date: where the rows came from.
+    """
+
+    op: str
+    kernel: str
+    format: str
+    t0_s: float
+    bandwidth_share: float
+    flops_share: float
+    cache_multiple: float = 0.0
+    cache_reach: float = 1.0
+    element_rates: tuple[tuple[int, float], ...] = ()
+    wave_s: float = 0.0
+    step_s: float = 0.0
+    split_s: float = 0.0
+    block_s: float = 0.0
+    log_error: tuple[float, float, float] = (-0.7, 0.0, 0.7)
+    rows: int = 0
+    borrowed: str = ""
+    source: str = ""
+    date: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """(op, kernel, format), unique in a family."""
+        return (self.op, self.kernel, self.format)
+
+
+_NAMES = tuple(f.name for f in fields(Coefficient))
+_TEXTS = ("kernel", "format", "borrowed", "source", "date")
+_NEEDED = ("op", "kernel", "format", "t0_s", "bandwidth_share", "flops_share", "log_error", "source", "date")
+
+
+def _number(value: Any, low: float, high: float, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise KvsimError(f"{where} must be a number, got {shown(value)}")
+    if not low <= value <= high:
+        raise KvsimError(f"{where} must lie between {low:g} and {high:g}, got {shown(value)}")
+    return float(value)
+
+
+def _rates(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping):
+        raise KvsimError(f"{where} must be a table of head_dim = values per unit and clock, got {shown(value)}")
+    found = []
+    for head_dim, rate in value.items():
+        if not str(head_dim).isdecimal() or not 1 <= int(head_dim) <= 2**16:
+            raise KvsimError(f"{where}: {shown(head_dim)} is not a head_dim")
+        found.append((int(head_dim), _number(rate, 1e-6, 1e6, f"{where}.{head_dim}")))
+    return tuple(sorted(found))
+
+
+def _error_quantiles(value: Any, where: str) -> tuple[float, float, float]:
+    if not isinstance(value, list) or len(value) != 3:
+        raise KvsimError(f"{where} must be three quantiles [5%, 50%, 95%] of ln(measured / predicted), got {shown(value)}")
+    low, mid, high = (_number(v, -5.0, 5.0, where) for v in value)
+    if not low <= mid <= high or low > 0 or high < 0:
+        raise KvsimError(f"{where} must rise and hold 0 between its ends, got {shown(value)}")
+    return (low, mid, high)
+
+
+def _parse_one(row: Any, where: str) -> Coefficient:
+    if not isinstance(row, Mapping):
+        raise KvsimError(f"{where} must be a table, got {shown(row)}")
+    for name in row:
+        if name not in _NAMES:
+            raise KvsimError(f"{where} has an unknown field {shown(name)}{did_you_mean(name, _NAMES)}")
+    for name in _NEEDED:
+        if name not in row:
+            raise KvsimError(f"{where} lacks {name}")
+    if row["op"] not in OPS:
+        raise KvsimError(f"{where}.op must be one of {', '.join(OPS)}, got {shown(row['op'])}")
+    values: dict[str, Any] = {"op": row["op"]}
+    for name in _TEXTS:
+        text = row.get(name, "")
+        if not isinstance(text, str) or (name in ("kernel", "format", "source") and not text):
+            raise KvsimError(f"{where}.{name} must be a text, got {shown(text)}")
+        values[name] = text
+    if values["borrowed"] and values["borrowed"] not in FAMILIES:
+        raise KvsimError(f"{where}.borrowed is not a family: {shown(values['borrowed'])}"
+                         + did_you_mean(values["borrowed"], FAMILIES))
+    for name, (low, high) in BOUNDS.items():
+        if name in row:
+            values[name] = _number(row[name], low, high, f"{where}.{name}")
+    values["element_rates"] = _rates(row.get("element_rates", {}), f"{where}.element_rates")
+    values["log_error"] = _error_quantiles(row["log_error"], f"{where}.log_error")
+    values["rows"] = int(_number(row.get("rows", 0), 0, 1e9, f"{where}.rows"))
+    return Coefficient(**values)
+
+
+def parse_coefficients(entries: Any, where: str) -> tuple[Coefficient, ...]:
+    """Read a list of coefficient tables, as TOML gives them; the first of an op is the default kernel.
+
+    Args:
+        entries: the array of tables `[[coefficients]]`.
+        where: what an error calls it (a file name).
+
+    Raises:
+        KvsimError: a field is unknown, missing, of a wrong type or outside physics; two rows share a key.
+    """
+    if not isinstance(entries, list):
+        raise KvsimError(f"{where}: coefficients must be an array of tables [[coefficients]], got {shown(entries)}")
+    found: dict[tuple[str, str, str], Coefficient] = {}
+    for index, row in enumerate(entries):
+        one = _parse_one(row, f"{where}: coefficients[{index}]")
+        if one.key in found:
+            raise KvsimError(f"{where}: coefficients[{index}] repeats {' / '.join(one.key)}")
+        found[one.key] = one
+    return tuple(found.values())
+
+
+@cache
+def family_coefficients(family: str) -> tuple[Coefficient, ...]:
+    """The coefficients shipped for a device family, from hardware_profiles/families/<family>.toml.
+
+    Raises KvsimError for a family without a file, naming the nearest one.
+    """
+    if family not in FAMILIES:
+        raise KvsimError(f"unknown device family {shown(family)}{did_you_mean(family, FAMILIES)}; "
+                         f"one of {', '.join(FAMILIES)}")
+    name = f"families/{family}.toml"
+    try:
+        table = tomllib.loads((files("hardware_profiles") / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise KvsimError(f"no coefficients are shipped for family {family!r} (hardware_profiles/{name})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise KvsimError(f"hardware_profiles/{name} is not TOML: {error}") from None
+    if table.get("family") != family:
+        raise KvsimError(f"hardware_profiles/{name} says family = {shown(table.get('family'))}")
+    return parse_coefficients(table.get("coefficients"), f"hardware_profiles/{name}")
