@@ -1,0 +1,165 @@
+"""How serving engines account for KV memory: `memory(engine, model, **flags)`; an engine is one module of this package.
+
+An engine module states `NAMES` (how users call it), `ALIASES` (the engine's own flag spellings -> parameter names) and
+`memory(model, *, flags with types and defaults) -> Memory`. It joins by being there; values given as text are read
+by the parameter's annotation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from importlib import import_module
+from math import isfinite
+from pkgutil import iter_modules
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvsim.engines.result import Cache, Memory
+from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.model import ModelSpec
+
+__all__ = ["Cache", "Memory", "engine_module", "engines", "flag_names", "memory"]
+
+YES, NO = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
+SUFFIX = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+@cache
+def engines() -> dict[str, ModuleType]:
+    """Every engine by each of its names, the first name of a module being the one to print."""
+    found: dict[str, ModuleType] = {}
+    for info in iter_modules(__path__):
+        module = import_module(f"{__name__}.{info.name}")
+        for name in getattr(module, "NAMES", ()):
+            found[name] = module
+    return found
+
+
+def engine_module(engine: str) -> ModuleType:
+    """The module of an engine; KvsimError with the nearest name for an unknown one."""
+    known = engines()
+    name = str(engine).strip().lower().replace("_", "-")
+    for key, module in known.items():
+        if name == key.replace("_", "-"):
+            return module
+    raise KvsimError(f"engine {shown(engine)} is unknown{did_you_mean(name, known)}: one of {', '.join(sorted(known))}")
+
+
+def flag_names(engine: str) -> tuple[str, ...]:
+    """The flags that `memory` takes for this engine, in the order of its signature."""
+    parameters = inspect.signature(engine_module(engine).memory).parameters
+    return tuple(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+def memory(engine: str, model: ModelSpec, **flags: Any) -> Memory:
+    """What `engine` allocates for `model` with these flags.
+
+    Args:
+        engine: llama.cpp, ollama, vllm, sglang, tensorrt-llm, exllamav2, ...
+        model: the architecture.
+        flags: the engine's flags by name, with dashes or underscores, or its own spellings (`c`, `ctk`, `np`); text
+            is read by the flag's type (`128k` is 131072, `on`/`off`).
+
+    Raises KvsimError for an unknown engine or flag (nearest name suggested), a value of the wrong type, or a
+    combination that the engine refuses (with its reason).
+    """
+    module = engine_module(engine)
+    if not isinstance(model, ModelSpec):
+        raise KvsimError(f"memory needs a ModelSpec (kvsim.load_model or ModelSpec.from_numbers), got {shown(model)}")
+    hints = get_type_hints(module.memory)
+    known = flag_names(engine)
+    given: dict[str, Any] = {}
+    for key, value in flags.items():
+        name = _flag(key, known, module.ALIASES, engine)
+        if name in given:
+            raise KvsimError(f"flag {name} is given twice (as {shown(key)} too)")
+        given[name] = _value(value, hints[name], name)
+    result: Memory = module.memory(model, **given)
+    return result
+
+
+def _flag(key: str, known: tuple[str, ...], aliases: dict[str, str], engine: str) -> str:
+    bare = key.strip().lstrip("-")
+    for form in (bare, bare.replace("-", "_"), bare.replace("_", "-")):
+        if form in known:
+            return form
+        if form in aliases:
+            return aliases[form]
+    spelled = {*known, *aliases}
+    raise KvsimError(f"{engine} has no flag {shown(key)}{did_you_mean(bare, spelled)}: it knows {', '.join(known)}")
+
+
+def _value(value: Any, hint: Any, name: str) -> Any:
+    """Check a value against an annotation, reading text by it: unions try bool, int, float, tuple, then text."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None:
+        if NoneType in options:
+            return None
+        raise KvsimError(f"{name} needs a value")
+    for option in sorted((o for o in options if o is not NoneType), key=_rank):
+        done, result = _read(value, option)
+        if done:
+            return result
+    wanted = " or ".join(_called(o) for o in options if o is not NoneType)
+    raise KvsimError(f"{name} must be {wanted}, got {shown(value)}")
+
+
+def _rank(option: Any) -> int:
+    order = (bool, int, float, tuple, str)
+    base = get_origin(option) or option
+    return order.index(base) if base in order else -1
+
+
+def _called(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return "one of " + ", ".join(str(c) for c in get_args(option))
+    words = {bool: "on or off", int: "a whole number", float: "a number", str: "text", tuple: "a list like 3,1"}
+    return words.get(get_origin(option) or option, getattr(option, "__name__", str(option)))
+
+
+def _read(value: Any, option: Any) -> tuple[bool, Any]:
+    """(whether `value` can be read as `option`, the value read)."""
+    origin = get_origin(option)
+    if origin is Literal:
+        choices = {str(c).lower(): c for c in get_args(option)}
+        text = str(value).strip().lower()
+        text = {"true": "on", "false": "off"}.get(text, text) if text not in choices else text
+        return text in choices, choices.get(text)
+    if origin is tuple:
+        return _read_tuple(value, get_args(option)[0])
+    if option is bool:
+        if isinstance(value, str):
+            text = value.strip().lower()
+            return text in YES + NO, text in YES
+        return isinstance(value, bool), value
+    if option in (int, float):
+        return _read_number(value, option)
+    return isinstance(value, option), value
+
+
+def _read_tuple(value: Any, item: Any) -> tuple[bool, Any]:
+    parts = value.replace("/", ",").split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        parts = (parts,)
+    read = [_read(part, item) for part in parts]
+    return bool(read) and all(ok for ok, _ in read), tuple(v for _, v in read)
+
+
+def _read_number(value: Any, option: type) -> tuple[bool, Any]:
+    if isinstance(value, str):
+        text = value.strip().lower().replace("_", "")
+        scale = SUFFIX.get(text[-1:], 1)
+        try:
+            number = float(text[:-1] if scale > 1 else text) * scale
+        except ValueError:
+            return False, None
+    elif isinstance(value, bool) or not hasattr(value, "__float__"):
+        return False, None
+    else:
+        number = value if isinstance(value, int) else float(value)
+    if not isfinite(number):
+        return False, None
+    if option is float:
+        return True, float(number)
+    return number == int(number), int(number)

@@ -1,0 +1,49 @@
+"""The answer of `kvsim.memory`: what a serving engine allocates, cache by cache; None where it has no such figure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One allocation of the engine.
+
+    `tokens` are the rows (llama.cpp: cells of one stream) and `layers` the layers it serves; `device` is set where the
+    engine was asked to split by device. k_bytes and v_bytes where the engine keeps the sides apart.
+    """
+
+    name: str
+    bytes: int
+    tokens: int | None = None
+    layers: int | None = None
+    k_bytes: int | None = None
+    v_bytes: int | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one device holds, in bytes, except where an engine's split says otherwise in `caches`.
+
+    `kv_bytes` counts every growing cache (indexer and draft layers too); `k_bytes` and `v_bytes` the attention's own
+    two sides. `state_bytes` is recurrent state, not in kv_bytes. `tokens` and `max_concurrency` are the server's.
+    """
+
+    engine: str
+    kv_bytes: int | None = None
+    k_bytes: int | None = None
+    v_bytes: int | None = None
+    caches: tuple[Cache, ...] = ()
+    state_bytes: int | None = None
+    tokens: int | None = None
+    blocks: int | None = None
+    block_tokens: int | None = None
+    max_concurrency: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists, the fields of `kvsim memory --json`."""
+        found = asdict(self)
+        return found | {"caches": list(found["caches"]), "warnings": list(self.warnings)}
