@@ -1,4 +1,4 @@
-"""Calibrated numbers that turn work into time: one row per (op, kernel family, format), how well it fits, and its source."""
+"""Calibrated numbers that turn work into time: one row per (op, kernel, format), how well it fits, and its source."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Coefficient:
     """The numbers of one kernel: `op` is one of OPS, `kernel` a kernel family, `format` a number format ("*": any).
 
     t0_s: launch and fixed cost. bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
-    cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level cache;
-    cache_reach: share of that cache in which it holds. element_rates: (head_dim, stored values per unit and clock cycle)
-    pairs, ascending; empty where no conversion limits. flops_share: achieved share of the dense peak.
+    cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level
+    cache; cache_reach: share of that cache in which it holds. element_rates: (head_dim, stored values per unit and
+    clock cycle) pairs, ascending; empty where no conversion limits. flops_share: achieved share of the dense peak.
     wave_s: seconds for each wave of thread blocks. block_s: seconds for each thread block of one unit.
-    step_s: seconds for a block to walk 1,024 rows (bounds what one block can do alone). split_s: extra when few blocks must split.
+    step_s: seconds for a block to walk 1,024 rows (what one block can do alone). split_s: extra where few blocks split.
     log_error: 5%, 50% and 95% quantiles of ln(measured / predicted). rows: measurements behind it.
     borrowed: family it was taken from, "" where measured on this family. source, date: where the rows came from.
     """
@@ -95,7 +95,7 @@ def _rates(value: Any, where: str) -> tuple[tuple[int, float], ...]:
 
 def _error_quantiles(value: Any, where: str) -> tuple[float, float, float]:
     if not isinstance(value, list) or len(value) != 3:
-        raise KvsimError(f"{where} must be three quantiles [5%, 50%, 95%] of ln(measured / predicted), got {shown(value)}")
+        raise KvsimError(f"{where} must be the 5, 50 and 95% quantiles of ln(measured / predicted), got {shown(value)}")
     low, mid, high = (_number(v, -5.0, 5.0, where) for v in value)
     if not low <= mid <= high or low > 0 or high < 0:
         raise KvsimError(f"{where} must rise and hold 0 between its ends, got {shown(value)}")
