@@ -1,0 +1,1 @@
+"""Bases: one file a part; the list is what lies here."""

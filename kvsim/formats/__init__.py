@@ -1,0 +1,1 @@
+"""Number formats: one file a part; the list is what lies here."""

@@ -1,0 +1,464 @@
+"""What a part of a method owes: its settings, the buffers it holds and the work it does; no part knows time."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+
+from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.workload import Count
+
+ALLOCATION_ROWS = 256
+"""Tokens by which a growing buffer is enlarged (semantics: `allocated_bytes`)."""
+
+MAX_SETTING = 2**24
+PLAIN = re.compile(r"[A-Za-z_][\w.\-]*")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One stored tensor: `heads` x `rows` rows of `width` values of `bits` bits, each row padded to whole bytes.
+
+    rows_per_unit: rows by which it grows when tokens arrive (0: fixed size). per_model: one for all sequences.
+    """
+
+    name: str
+    heads: int
+    rows: Count
+    width: int
+    bits: int
+    rows_per_unit: int = ALLOCATION_ROWS
+    per_model: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one packed row."""
+        return -(-self.width * self.bits // 8)
+
+    @property
+    def bytes(self) -> Count:
+        """Live bytes for one sequence (or for the model when `per_model`)."""
+        return self.heads * self.row_bytes * self.rows
+
+    @property
+    def allocated(self) -> Count:
+        """Bytes with the rows rounded up to the allocation unit."""
+        if not self.rows_per_unit:
+            return self.bytes
+        return self.heads * self.row_bytes * (-(-self.rows // self.rows_per_unit) * self.rows_per_unit)
+
+
+def per_tokens(tokens: int) -> int:
+    """The allocation unit, in rows, of a buffer that holds one row for every `tokens` tokens."""
+    return -(-ALLOCATION_ROWS // tokens)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part works: one side of one layer.
+
+    heads: stored KV heads; width: values per head and row; n_heads: query heads; value_bits: bits of full precision.
+    """
+
+    side: Literal["k", "v"]
+    heads: int
+    width: int
+    n_heads: int
+    value_bits: int = 16
+    layer: int = 0
+    n_layers: int = 1
+    mla: bool = False
+
+    @property
+    def where(self) -> str:
+        """How errors name this place."""
+        return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} (width {self.width})"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic and traffic for one sequence; arrays broadcast with the counts they came from."""
+
+    flops: Any = 0.0
+    read_bytes: Any = 0.0
+    write_bytes: Any = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes)
+
+    def __bool__(self) -> bool:
+        return any(np.any(x) for x in (self.flops, self.read_bytes, self.write_bytes))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a token policy keeps for one layer and KV head.
+
+    prompt: rows left after the prompt; stored: rows held after N tokens; attended: rows that the step which writes
+    row N reads (before any eviction of that step). estimate: the assumption in words where data decide, with the
+    range in low and high.
+    """
+
+    prompt: Count
+    stored: Count
+    attended: Count
+    estimate: str = ""
+    low: Count | None = None
+    high: Count | None = None
+
+
+Budget = int | float
+_SELF = TypeVar("_SELF", bound="Part")
+
+
+def setting(default: Any = MISSING, *, low: float | None = None, high: float | None = None,
+            choices: tuple[str, ...] = (), always: bool = False, what: str = "") -> Any:
+    """Declare a setting of a part: its default, the range or choices it accepts, and what it means.
+
+    `always` writes it even at its default: the figure that people look for in a method's name (bits, rank, budget).
+    """
+    facts = MappingProxyType({"low": low, "high": high, "choices": choices, "always": always, "what": what})
+    return field(metadata=facts) if default is MISSING else field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One choice of a method. Subclasses declare settings as dataclass fields and their facts as class variables."""
+
+    name: ClassVar[str] = ""
+    role: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    survey: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for spec in self.settings():
+            _check(self, spec, getattr(self, spec.name))
+        self.check()
+
+    def check(self) -> None:
+        """Raise KvsimError where settings contradict each other."""
+
+    @classmethod
+    def settings(cls) -> tuple[Field[Any], ...]:
+        """Fields in declaration order, the part's own before inherited ones."""
+        depth = {name: i for i, base in enumerate(reversed(cls.__mro__)) for name in vars(base).get("__annotations__", {})}
+        return tuple(sorted(fields(cls), key=lambda f: -depth[f.name]))
+
+    def with_settings(self: _SELF, **changes: Any) -> _SELF:
+        """The same part with other settings, checked again."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        pairs = [(f, getattr(self, f.name)) for f in self.settings()]
+        told = [f"{f.name}={written(v)}" for f, v in pairs if f.metadata.get("always") or not _same(v, f.default)]
+        return f"{self.name}({','.join(told)})" if told else self.name
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def written(value: Any) -> str:
+    """A setting's value in the written form."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "(" + ",".join(written(v) for v in value) + ("," if len(value) == 1 else "") + ")"
+    text = str(value)
+    plain = not isinstance(value, str) or PLAIN.fullmatch(text)
+    return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _check(part: Part, spec: Field[Any], value: Any) -> None:
+    """Refuse a setting of the wrong type, outside its range or not among its choices."""
+    low, high, choices = (spec.metadata.get(k) for k in ("low", "high", "choices"))
+    where = f"{part.name}: {spec.name}"
+    if choices:
+        if value not in choices or isinstance(value, bool):
+            hint = did_you_mean(str(value), choices)
+            raise KvsimError(f"{where} is one of {', '.join(choices)}, got {shown(value)}{hint}")
+        return
+    kinds = str(spec.type)
+    if value is None and "None" in kinds:
+        return
+    for one in value if isinstance(value, tuple) else (value,):
+        _check_number(where, kinds, one, low, high)
+    if isinstance(value, tuple) != kinds.startswith("tuple") or value == ():
+        raise KvsimError(f"{where} takes {'a list like (2,4,8)' if kinds.startswith('tuple') else 'one value'}, got {shown(value)}")
+
+
+def _check_number(where: str, kinds: str, value: Any, low: float | None, high: float | None) -> None:
+    if "bool" in kinds:
+        if not isinstance(value, bool):
+            raise KvsimError(f"{where} is true or false, got {shown(value)}")
+        return
+    if "str" in kinds:
+        if not isinstance(value, str) or not value.strip() or len(value) > 4096:
+            raise KvsimError(f"{where} is a name, got {shown(value)}")
+        return
+    if kinds.startswith("Budget"):
+        check_budget(where, value)
+        return
+    number = isinstance(value, int) or (isinstance(value, float) and "float" in kinds)
+    if not number or isinstance(value, bool) or not np.isfinite(value):
+        raise KvsimError(f"{where} is a {'number' if 'float' in kinds else 'whole number'}, got {shown(value)}")
+    top = MAX_SETTING if high is None else high
+    if value > top or (low is not None and value < low):
+        raise KvsimError(f"{where} must be {'at least ' + str(low) + ' and ' if low is not None else ''}at most {top}, got {shown(value)}")
+
+
+def check_budget(where: str, value: Any) -> None:
+    """A budget is a fraction (float in (0, 1]) or a number of rows (int of 1 or more)."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SETTING:
+        return
+    raise KvsimError(f"{where} is a fraction in (0, 1] such as 0.25, or whole rows such as 1024, got {shown(value)}")
+
+
+def budget_rows(budget: Budget, tokens: Count) -> Count:
+    """Rows that a budget grants of `tokens`: ceil(b * tokens) for a fraction, min(tokens, b) for rows.
+
+    The fraction is taken as the decimal that was written (0.2 of 10 rows is 2, whatever 0.2 is in binary).
+    """
+    if isinstance(budget, int):
+        return np.minimum(tokens, budget) if isinstance(tokens, np.ndarray) else min(tokens, budget)
+    from fractions import Fraction
+
+    share = Fraction(str(budget))
+    if share.denominator > 10**6:
+        share = share.limit_denominator(10**6)
+    return -(-tokens * share.numerator // share.denominator)
+
+
+# -- the three choices ---------------------------------------------------------------------------------------------
+
+Conversion = Literal["none", "cast", "scale", "unpack", "lookup"]
+
+
+@dataclass(frozen=True)
+class Format(Part):
+    """How a row of `width` values is written as numbers."""
+
+    role: ClassVar[str] = "format"
+    keys_only: ClassVar[bool] = False
+    encode_flops: ClassVar[float] = 0.0
+
+    @property
+    def conversion(self) -> Conversion:
+        """What reading a stored value takes: nothing, a cast, a scale, unpacking and scaling, or a table look-up."""
+        return "none"
+
+    @property
+    def kernel_format(self) -> str:
+        """The name under which measured kernels know this format."""
+        return self.name
+
+    @property
+    def row_addressable(self) -> bool:
+        """Whether a single row can be dropped without touching others."""
+        return True
+
+    @property
+    def residual_rows(self) -> int:
+        """Newest rows held in full precision."""
+        return 0
+
+    @property
+    def before_rope(self) -> bool:
+        """Whether keys are written before the rotation."""
+        return False
+
+    def quantized(self, rows: Count) -> Count:
+        """Of `rows` rows, those that are encoded; the others are the full-precision tail."""
+        return rows
+
+    def flushes(self, prompt_rows: Count, rows: Count) -> Count:
+        """Blocks encoded so far: one for the prompt if it encoded anything, then one for each flush."""
+        return 0 * rows
+
+    def buffers(self, rows: Count, blocks: Count, place: Place) -> tuple[Buffer, ...]:
+        """Buffers for `rows` encoded rows in `blocks` flushed blocks (the tail is not theirs)."""
+        return (Buffer("rows", place.heads, rows, place.width, place.value_bits),)
+
+    def check_place(self, place: Place) -> None:
+        """Raise KvsimError where this format cannot write rows of this width or side."""
+
+
+@dataclass(frozen=True)
+class Quantizer(Format):
+    """A format that encodes rows once and may keep the newest in full precision."""
+
+    residual: int = setting(0, low=0, what="newest rows kept in full precision")
+    flush: str = setting("oldest", choices=("oldest", "all"), what="oldest: rows beyond the residual; all: the whole tail when full (KIVI's keys)")
+    rope: str = setting("post", choices=("post", "pre"), what="keys are written after or before the rotation")
+
+    encode_flops: ClassVar[float] = 6.0
+
+    @property
+    def unit(self) -> int:
+        """Rows that are encoded together (u in semantics)."""
+        return 1
+
+    @property
+    def residual_rows(self) -> int:
+        """Newest rows held in full precision."""
+        return self.residual
+
+    @property
+    def before_rope(self) -> bool:
+        """Whether keys are written before the rotation."""
+        return self.rope == "pre"
+
+    def check(self) -> None:
+        """Refuse a flush of the whole tail that is not a multiple of the unit."""
+        if self.flush == "all" and (self.residual < 1 or self.residual % self.unit):
+            raise KvsimError(f"{self.name}: flush=all needs a residual that is a multiple of {self.unit}, got residual={self.residual}")
+
+    def quantized(self, rows: Count) -> Count:
+        """u * floor(max(0, n - R) / u), or R * floor(n / R) with flush=all."""
+        if self.flush == "all":
+            return rows // self.residual * self.residual
+        spare = np.maximum(0, rows - self.residual) if isinstance(rows, np.ndarray) else max(0, rows - self.residual)
+        return spare // self.unit * self.unit
+
+    def flushes(self, prompt_rows: Count, rows: Count) -> Count:
+        """One block for the prompt if it encoded anything, then one for each u (or R) rows encoded while decoding."""
+        step = self.residual if self.flush == "all" else self.unit
+        first, now = self.quantized(prompt_rows), self.quantized(rows)
+        prompt_block = np.where(np.asarray(first) > 0, 1, 0) if isinstance(first, np.ndarray) else int(first > 0)
+        return prompt_block + (now - first) // step
+
+    def check_place(self, place: Place) -> None:
+        """Values carry no rotation; MLA latents neither."""
+        if self.rope == "pre" and place.side == "v":
+            raise KvsimError(f"{self.name}: rope=pre is for keys; write k:{self.name}(...) v:... to set it on keys alone")
+        if self.rope == "pre" and place.mla:
+            raise KvsimError(f"{self.name}: an MLA latent carries no rotation; leave rope=post")
+
+
+@dataclass(frozen=True)
+class Correction(Part):
+    """A small addition to a format: buffers for the encoded rows plus work per flushed block."""
+
+    role: ClassVar[str] = "correction"
+    encode_flops: ClassVar[float] = 0.0
+
+    @property
+    def row_addressable(self) -> bool:
+        """Whether a single row can be dropped without touching others."""
+        return True
+
+    def buffers(self, rows: Count, blocks: Count, place: Place) -> tuple[Buffer, ...]:
+        """Buffers for `rows` encoded rows in `blocks` blocks."""
+        return ()
+
+    def read_flops(self, place: Place) -> float:
+        """Arithmetic per row and head at each read."""
+        return 0.0
+
+    def check_format(self, part: Format) -> None:
+        """Raise KvsimError where the correction cannot stand on this format."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """What a basis writes for one side: `heads` x `width` coefficients a row (heads 1 where the basis is joint)."""
+
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Basis(Part):
+    """The coordinates in which a row is written."""
+
+    role: ClassVar[str] = "basis"
+    calibrated: ClassVar[bool] = False
+    rewrites_rows: ClassVar[bool] = False
+    both_sides: ClassVar[bool] = False
+
+    @property
+    def before_rope(self) -> bool:
+        """Whether keys are projected before the rotation."""
+        return False
+
+    @property
+    def minimum_rows(self) -> int:
+        """Rows below which everything stays full (semantics: while n < rank)."""
+        return 0
+
+    def latent(self, place: Place) -> Latent:
+        """Coefficients a row; raises KvsimError where the rank exceeds what this place has."""
+        return Latent(place.heads, place.width)
+
+    def buffers(self, rows: Count, blocks: Count, place: Place) -> tuple[Buffer, ...]:
+        """Fixed buffers (bases, cores) once there are `minimum_rows` rows, and any beside the coefficients."""
+        return ()
+
+    def fit_work(self, rows: Count, place: Place) -> Work:
+        """Work at the end of the prompt, reading and writing of the rows included."""
+        return Work()
+
+    def write_work(self, place: Place) -> Work:
+        """Work to add one row."""
+        return Work()
+
+    def attend_flops(self, rows: Count, place: Place) -> Any:
+        """Arithmetic of one step beyond attention itself on full-width rows (negative where the latent saves)."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class TokenPolicy(Part):
+    """Which tokens stay and which of them a step reads."""
+
+    role: ClassVar[str] = "tokens"
+    drops: ClassVar[Literal["none", "prefill", "rows", "pages"]] = "none"
+    positional: ClassVar[bool] = False
+    per_head: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
+
+    def rows(self, prompt: Count, new: Count, place: Place) -> Rows:
+        """Counts for one KV head after `prompt` and `new` tokens."""
+        total = prompt + new
+        return Rows(prompt, total, total)
+
+    def buffers(self, rows: Rows, seen: Count, place: Place) -> tuple[Buffer, ...]:
+        """Bookkeeping of one layer (place is the key side)."""
+        return ()
+
+    def prompt_work(self, prompt: Count, place: Place) -> Work:
+        """Work of one layer when the prompt ends."""
+        return Work()
+
+    def step_work(self, rows: Rows, place: Place) -> Work:
+        """Work of one layer at each step, beyond reading the attended rows."""
+        return Work()
+
+
+_ROLES: dict[str, type[Part]] = {"format": Format, "correction": Correction, "basis": Basis, "tokens": TokenPolicy}
+
+
+@cache
+def parts() -> Mapping[str, type[Part]]:
+    """Every part by name, found in kvsim/formats, kvsim/bases and kvsim/tokens: one file a part, no list to edit."""
+    found: dict[str, type[Part]] = {}
+    for folder in ("formats", "bases", "tokens"):
+        package = import_module(f"kvsim.{folder}")
+        for info in pkgutil.iter_modules(package.__path__):
+            module = import_module(f"kvsim.{folder}.{info.name}")
+            for value in vars(module).values():
+                if isinstance(value, type) and issubclass(value, Part) and value.__module__ == module.__name__ and value.name:
+                    found[value.name] = value
+    return MappingProxyType(dict(sorted(found.items(), key=lambda kv: (list(_ROLES).index(kv[1].role), kv[0]))))

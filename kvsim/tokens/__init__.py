@@ -1,0 +1,1 @@
+"""Token policies: one file a part; the list is what lies here."""
