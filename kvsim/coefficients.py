@@ -19,29 +19,35 @@ FAMILIES = ("ampere-dc", "hopper", "blackwell-dc", "blackwell-gddr", "ada", "amp
 BOUNDS: dict[str, tuple[float, float]] = {
     "t0_s": (0.0, 1e-2),
     "bandwidth_share": (0.01, 1.1),
-    "cache_multiple": (0.01, 16.0),
+    "cache_multiple": (0.0, 16.0),
     "cache_reach": (0.05, 4.0),
-    "flops_share": (1e-4, 1.2),
+    "flops_share": (1e-4, 1.3),
     "wave_s": (0.0, 1e-3),
-    "step_s": (0.0, 1e-3),
+    "step_s": (0.0, 1e-2),
     "split_s": (0.0, 1e-2),
-    "block_s": (0.0, 1e-3),
+    "window_s": (0.0, 1e-2),
+    "max_splits": (1.0, 1e4),
+    "slots": (0.25, 64.0),
+    "group_limit": (1.0, 1e9),
 }
 """What physics allows for each number; a value outside is a slip of the pen or of a unit."""
 
 
 @dataclass(frozen=True)
 class Coefficient:
-    """The numbers of one kernel: `op` is one of OPS, `kernel` a kernel family, `format` a number format ("*": any).
+    """The numbers of one kernel: `op` is one of OPS, `kernel` is engine/kernel, `format` a number format.
 
     t0_s: launch and fixed cost. bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
     cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level
-    cache; cache_reach: share of that cache in which it holds. element_rates: (head_dim, stored values per unit and
-    clock cycle) pairs, ascending; empty where no conversion limits. flops_share: achieved share of the dense peak.
-    wave_s: seconds for each wave of thread blocks. block_s: seconds for each thread block of one unit.
-    step_s: seconds for a block to walk 1,024 rows (what one block can do alone). split_s: extra where few blocks split.
-    log_error: 5%, 50% and 95% quantiles of ln(measured / predicted). rows: measurements behind it.
-    borrowed: family it was taken from, "" where measured on this family. source, date: where the rows came from.
+    cache; cache_reach: share of that cache in which it holds (0 and 1: no effect seen).
+    element_rates: (head_dim, stored values that one unit takes in per clock cycle); empty where that never limits.
+    flops_share: achieved share of the dense peak; flops_shares: the same by head_dim, where it differs.
+    wave_s: seconds for each wave of thread blocks. slots: blocks that share a unit. max_splits: parts into which a
+    sequence may be split when blocks are few; split_s: what recombining them costs. window_s: extra of a sliding
+    window. step_s: seconds for each 1,024 of a matrix product's k, walked one after another.
+    group_limit: query heads per KV head beyond which each query head reads alone.
+    log_error: 5%, 50% and 95% quantiles of ln(measured / predicted). rows: measurements behind it, devices: on what.
+    borrowed: family it was taken from, "" where measured on this one. source, date: where the rows came from.
     """
 
     op: str
@@ -53,12 +59,17 @@ class Coefficient:
     cache_multiple: float = 0.0
     cache_reach: float = 1.0
     element_rates: tuple[tuple[int, float], ...] = ()
+    flops_shares: tuple[tuple[int, float], ...] = ()
     wave_s: float = 0.0
-    step_s: float = 0.0
+    slots: float = 1.0
+    max_splits: float = 64.0
     split_s: float = 0.0
-    block_s: float = 0.0
+    window_s: float = 0.0
+    step_s: float = 0.0
+    group_limit: float = 1e9
     log_error: tuple[float, float, float] = (-0.7, 0.0, 0.7)
     rows: int = 0
+    devices: tuple[str, ...] = ()
     borrowed: str = ""
     source: str = ""
     date: str = ""
@@ -82,14 +93,14 @@ def _number(value: Any, low: float, high: float, where: str) -> float:
     return float(value)
 
 
-def _rates(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+def _rates(value: Any, where: str, most: float) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
-        raise KvsimError(f"{where} must be a table of head_dim = values per unit and clock, got {shown(value)}")
+        raise KvsimError(f"{where} must be a table of head_dim = number, got {shown(value)}")
     found = []
     for head_dim, rate in value.items():
         if not str(head_dim).isdecimal() or not 1 <= int(head_dim) <= 2**16:
             raise KvsimError(f"{where}: {shown(head_dim)} is not a head_dim")
-        found.append((int(head_dim), _number(rate, 1e-6, 1e6, f"{where}.{head_dim}")))
+        found.append((int(head_dim), _number(rate, 1e-6, most, f"{where}.{head_dim}")))
     return tuple(sorted(found))
 
 
@@ -125,22 +136,28 @@ def _parse_one(row: Any, where: str) -> Coefficient:
     for name, (low, high) in BOUNDS.items():
         if name in row:
             values[name] = _number(row[name], low, high, f"{where}.{name}")
-    values["element_rates"] = _rates(row.get("element_rates", {}), f"{where}.element_rates")
+    values["element_rates"] = _rates(row.get("element_rates", {}), f"{where}.element_rates", 1e6)
+    values["flops_shares"] = _rates(row.get("flops_shares", {}), f"{where}.flops_shares", 1.3)
+    devices = row.get("devices", [])
+    if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices):
+        raise KvsimError(f"{where}.devices must be a list of names, got {shown(devices)}")
+    values["devices"] = tuple(devices)
     values["log_error"] = _error_quantiles(row["log_error"], f"{where}.log_error")
     values["rows"] = int(_number(row.get("rows", 0), 0, 1e9, f"{where}.rows"))
     return Coefficient(**values)
 
 
-def parse_coefficients(entries: Any, where: str) -> tuple[Coefficient, ...]:
-    """Read a list of coefficient tables, as TOML gives them; the first of an op is the default kernel.
+def parse_coefficients(table: Any, where: str) -> tuple[Coefficient, ...]:
+    """Read the coefficients of a TOML file; the first of an op is the default kernel.
 
     Args:
-        entries: the array of tables `[[coefficients]]`.
+        table: the file, with an array of tables `[[coefficients]]`.
         where: what an error calls it (a file name).
 
     Raises:
         KvsimError: a field is unknown, missing, of a wrong type or outside physics; two rows share a key.
     """
+    entries = table.get("coefficients") if isinstance(table, Mapping) else None
     if not isinstance(entries, list):
         raise KvsimError(f"{where}: coefficients must be an array of tables [[coefficients]], got {shown(entries)}")
     found: dict[tuple[str, str, str], Coefficient] = {}
@@ -170,4 +187,4 @@ def family_coefficients(family: str) -> tuple[Coefficient, ...]:
         raise KvsimError(f"hardware_profiles/{name} is not TOML: {error}") from None
     if table.get("family") != family:
         raise KvsimError(f"hardware_profiles/{name} says family = {shown(table.get('family'))}")
-    return parse_coefficients(table.get("coefficients"), f"hardware_profiles/{name}")
+    return parse_coefficients(table, f"hardware_profiles/{name}")

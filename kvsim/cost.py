@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import exp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsim.errors import KvsimError, shown
-from kvsim.kernels import FORMATS, chosen, known_dtype, known_format
+from kvsim.kernels import Choice, chosen, known_dtype, known_format, unit_of
 from kvsim.workload import Count, whole
 
 if TYPE_CHECKING:
@@ -19,11 +18,16 @@ if TYPE_CHECKING:
 
 Real = Any
 """A float, or an array of float64 of the question's broadcast shape."""
+Parts = tuple[tuple[str, Real], ...]
+TILE = 128
+"""Query rows of one thread block in prefill."""
+SPLIT_ROWS = 64
+"""Fewest rows that a kernel gives to one part of a split sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class Seconds:
-    """A predicted time: `seconds`, the ends of its 90% interval, what dominates it, and whose coefficients it used.
+    """A predicted time: `seconds`, the factors to the ends of its 90% interval, and whose coefficients it used.
 
     Arrays have the broadcast shape of the question. `parts` holds the named terms from which `term` is chosen.
     """
@@ -31,7 +35,7 @@ class Seconds:
     seconds: Real
     spread: tuple[float, float]
     coefficients: str
-    parts: tuple[tuple[str, Real], ...] = ()
+    parts: Parts = ()
 
     @property
     def low(self) -> Real:
@@ -52,22 +56,47 @@ class Seconds:
         return str(found) if found.ndim == 0 else found
 
 
-def _hit(device: HardwareProfile, c: Coefficient, working_set: Real) -> Real:
-    """Share of the bytes served by the last-level cache: all of them while they fit, none beyond twice the reach."""
-    size = c.cache_reach * device.last_level_cache_bytes
-    return np.clip(2.0 - working_set / size, 0.0, 1.0)
+@dataclass(frozen=True, eq=False)
+class KernelWork:
+    """What a kernel that streams data has to do; every field a number or an array.
+
+    bytes_moved: read and written. elements: stored values taken in. flops: arithmetic. blocks: independent pieces
+    (sequences * KV heads in decode). rows: what one piece walks, and so into how many parts it can be split.
+    working_set: bytes that a repeated call would find in cache. cut: 1 where a sliding window hides rows, else 0.
+    """
+
+    bytes_moved: Real
+    elements: Real = 0.0
+    flops: Real = 0.0
+    blocks: Real = 1.0
+    rows: Real = float(SPLIT_ROWS)
+    working_set: Real | None = None
+    head_dim: Real = 128
+    q_per_kv: Real = 1
+    cut: Real = 0.0
 
 
-def _memory(device: HardwareProfile, c: Coefficient, bytes_moved: Real, working_set: Real) -> Real:
-    """Seconds to move the bytes, from DRAM and, for what stays resident, from the last-level cache."""
+def _memory(device: HardwareProfile, c: Coefficient, bytes_moved: Real, working_set: Real | None) -> Real:
+    """Seconds to move the bytes: from the last-level cache while they fit, from DRAM beyond twice that."""
     slow = 1.0 / (c.bandwidth_share * device.bandwidth_bytes_per_s)
     if c.cache_multiple <= c.bandwidth_share or not device.last_level_cache_bytes:
         return bytes_moved * slow
     fast = 1.0 / (c.cache_multiple * device.bandwidth_bytes_per_s)
-    return bytes_moved * (slow + (fast - slow) * _hit(device, c, working_set))
+    held = bytes_moved if working_set is None else working_set
+    hit = np.clip(2.0 - held * (1.0 / (c.cache_reach * device.last_level_cache_bytes)), 0.0, 1.0)
+    return bytes_moved * (slow + (fast - slow) * hit)
 
 
-def _norm4(*terms: Real) -> Real:
+def _by_head_dim(table: tuple[tuple[int, float], ...], head_dim: Real) -> Real:
+    """A value between the measured head_dims, linear in log-log; the nearest one outside them."""
+    known, values = (np.log(column) for column in zip(*table, strict=True))
+    if np.ndim(head_dim) == 0 or len(values) == 1:
+        return exp(float(np.interp(np.log(float(np.ravel(head_dim)[0])), known, values)))
+    distinct, where = np.unique(head_dim, return_inverse=True)
+    return np.exp(np.interp(np.log(distinct), known, values))[where].reshape(np.shape(head_dim))
+
+
+def _fourth_power_norm(*terms: Real) -> Real:
     """Smooth maximum (x^4 + y^4 + ...)^(1/4), by multiplications and two square roots."""
     total: Real = 0.0
     for term in terms:
@@ -76,62 +105,115 @@ def _norm4(*terms: Real) -> Real:
     return np.sqrt(np.sqrt(total))
 
 
-def element_rate(c: Coefficient, head_dim: Count) -> Real:
-    """Stored values per unit and clock cycle, linear in log(head_dim) between the measured ones."""
-    known, rates = zip(*c.element_rates, strict=True)
-    if np.ndim(head_dim) == 0 or len(rates) == 1:
-        return float(np.exp(np.interp(np.log(float(np.ravel(head_dim)[0])), np.log(known), np.log(rates))))
-    distinct, where = np.unique(head_dim, return_inverse=True)
-    found: NDArray[np.float64] = np.exp(np.interp(np.log(distinct), np.log(known), np.log(rates)))[where]
-    return found
+def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
+                rate_factor: float = 1.0) -> tuple[Real, Parts]:
+    """Seconds and named terms of one kernel with one set of coefficients.
+
+        splits = min(units / blocks, rows / 64, max_splits), 1 or more
+        idle   = waves rounded up / waves, where waves = blocks * splits / (units * slots)
+        t0 + (memory^4 + (idle * conversion)^4 + (idle * compute)^4)^(1/4)
+           + wave_s * ceil(blocks / units) + split_s * (1 - 1 / splits wanted) + window_s * cut
+    """
+    units = float(device.units or 1)
+    per_unit = work.blocks * (1.0 / units)
+    wanted = np.maximum(np.minimum(1.0 / per_unit, work.rows * (1.0 / SPLIT_ROWS)), 1.0)
+    waves = per_unit * np.minimum(wanted, c.max_splits) * (1.0 / c.slots)
+    idle = np.ceil(waves) / waves
+    memory = _memory(device, c, work.bytes_moved, work.working_set)
+    share = _by_head_dim(c.flops_shares, work.head_dim) if c.flops_shares else c.flops_share
+    compute = work.flops * idle / (share * unit_of(device, "bf16"))
+    parts: list[tuple[str, Real]] = [("launch", c.t0_s), ("memory", memory), ("compute", compute)]
+    busy = [memory, compute]
+    if c.element_rates and device.units and device.clock_hz:
+        elements = work.elements
+        if np.any(work.q_per_kv > c.group_limit):
+            elements = elements * np.where(work.q_per_kv > c.group_limit, work.q_per_kv, 1)
+        rate = _by_head_dim(c.element_rates, work.head_dim) * (rate_factor * units * device.clock_hz)
+        parts.append(("conversion", elements * idle / rate))
+        busy.append(parts[-1][1])
+    parts.append(("waves", c.wave_s * np.ceil(per_unit)))
+    parts.append(("split", c.split_s * (1.0 - 1.0 / wanted)))
+    seconds = _fourth_power_norm(*busy) + parts[-2][1] + parts[-1][1] + c.t0_s
+    if c.window_s and np.any(work.cut):
+        seconds = seconds + c.window_s * work.cut
+    return seconds, tuple(parts)
 
 
-def peak(device: HardwareProfile, dtype: str) -> float:
-    """Dense FLOP/s of a format's arithmetic: its own, or the next wider one that the device has (fp32 last)."""
-    for name in (dtype, *FORMATS[dtype].arithmetic):
-        if device.peaks.get(name):
-            return float(device.peaks[name])
-    raise KvsimError(f"device {device.name} states no peak for {dtype} or anything wider")
+def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k: Real, dtype: str) -> tuple[Real, Parts]:
+    """Seconds and named terms of y[m, n] = x[m, k] w[n, k]^T with one set of coefficients.
+
+        t0 + step_s * k / 1024 + sqrt(memory^2 + compute^2)
+    """
+    facts = known_dtype(dtype)
+    weights = 1.0 * n * k
+    # Activations are 16 bit; a kernel that quantizes them writes and reads them once more as bytes.
+    quantized = 2.0 if facts.quantizes else 0.0
+    moved = weights * (facts.bits / 8.0) + m * ((2.0 + quantized) * k + 2.0 * n)
+    memory = _memory(device, c, moved, None)
+    compute = weights * m * (2.0 / (c.flops_share * unit_of(device, dtype)))
+    walk = k * (c.step_s / 1024.0)
+    seconds = np.sqrt(memory * memory + compute * compute) + walk + c.t0_s
+    return seconds, (("launch", c.t0_s), ("memory", memory), ("compute", compute), ("walk", walk))
 
 
-def kernel_seconds(device: HardwareProfile, op: str, *, bytes_moved: Any, elements: Any = 0.0, flops: Any = 0.0,
-                   blocks: Any = 1.0, working_set: Any = None, head_dim: Count = 128, format: str = "bf16",
-                   kernel: str | None = None) -> Seconds:
+def _answer(found: tuple[Real, Parts], choice: Choice) -> Seconds:
+    seconds, parts = found
+    low, _, high = choice.coefficient.log_error
+    widen = choice.widen
+    spread = (exp(-((low * low + widen * widen) ** 0.5)), exp((high * high + widen * widen) ** 0.5))
+    return Seconds(float(seconds) if np.ndim(seconds) == 0 else seconds, spread, choice.said, parts)
+
+
+def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format: str = "bf16",
+                   conversion: str | None = None, kernel: str | None = None) -> Seconds:
     """Time one kernel that streams data: attention of any method, or elementwise work; arrays broadcast.
-
-        t0 + (memory^4 + conversion^4 + compute^4)^(1/4) + wave_s * ceil(blocks / units)
 
     Args:
         op: `decode`, `prefill` or `elementwise`.
-        bytes_moved: read and written. elements: stored values converted. flops: arithmetic.
-        blocks: independent thread blocks (sequences * KV heads for attention).
-        working_set: bytes that a repeated call would find in cache; default bytes_moved.
-        format: what the stored values are (`bf16`, `fp8`, `int4` ...) or a conversion class
-            (`none`, `cast`, `scale`, `unpack`, `lookup`). kernel: a kernel family; None = the device's default.
+        format: what the stored values are (`bf16`, `fp8`, `int4` ...).
+        conversion: what reading one takes (`none`, `cast`, `scale`, `unpack`, `lookup`): answers for a format that no
+            measured kernel knows, which then borrows the rate of its class with a wider interval.
+        kernel: a kernel family; None = the device's default, an unknown one falls back to it and says so.
 
     Raises:
-        KvsimError: unknown op, format, or device family.
+        KvsimError: unknown op, format or conversion; a quantity that is negative or not finite.
     """
-    known_format(format)
-    c, factor, widen, said = chosen(device, op, kernel, format)
-    bytes_moved = np.asarray(bytes_moved, np.float64)
-    held = bytes_moved if working_set is None else np.asarray(working_set, np.float64)
-    memory = _memory(device, c, bytes_moved, held)
-    compute = np.asarray(flops, np.float64) * (1.0 / (c.flops_share * peak(device, "bf16")))
-    parts: list[tuple[str, Real]] = [("launch", c.t0_s), ("memory", memory), ("compute", compute)]
-    busy = [memory, compute]
-    if c.element_rates:
-        rate = element_rate(c, head_dim) * factor * device.units * device.clock_hz
-        parts.append(("conversion", np.asarray(elements, np.float64) / rate))
-        busy.append(parts[-1][1])
-    waves = c.wave_s * np.ceil(np.asarray(blocks, np.float64) * (1.0 / device.units))
-    parts.append(("waves", waves))
-    return _answer(_norm4(*busy) + c.t0_s + waves, c, widen, said, parts)
+    choice = chosen(device, op, kernel, format, conversion)
+    values: dict[str, Any] = {}
+    for one in fields(KernelWork):
+        value = getattr(work, one.name)
+        values[one.name] = None if value is None else _quantity(value, one.name)
+    return _answer(kernel_time(device, choice.coefficient, KernelWork(**values), choice.rate_factor), choice)
 
 
-def _answer(seconds: Real, c: Coefficient, widen: float, said: str, parts: list[tuple[str, Real]]) -> Seconds:
-    spread = (exp(c.log_error[0] - widen), exp(c.log_error[2] + widen))
-    return Seconds(float(seconds) if np.ndim(seconds) == 0 else seconds, spread, said, tuple(parts))
+def _quantity(value: Any, what: str) -> Real:
+    array = np.asarray(value, np.float64)
+    least = 1.0 if what in ("blocks", "rows", "head_dim", "q_per_kv") else 0.0
+    if array.size and not (array.min() >= least and array.max() < np.inf):
+        raise KvsimError(f"{what} must be {least:g} or more and finite, got {shown(value)}")
+    return array if array.ndim else float(array)
+
+
+def attention_work(phase: str, *, batch: Count, tokens: Count, n_heads: Count, n_kv_heads: Count, head_dim: Count,
+                   bits: float, window: Count = 0) -> KernelWork:
+    """Bytes, values, arithmetic and blocks of one layer's attention; `bits` a stored value, other sizes as they are."""
+    b, h = np.asarray(batch, np.float64), np.asarray(n_heads, np.float64)
+    stored = b * n_kv_heads * head_dim * 2.0
+    seen = np.where(np.greater(window, 0), np.minimum(tokens, window), tokens) if np.any(window) else tokens
+    cut = np.less(seen, tokens) * 1.0 if np.any(window) else 0.0
+    group = np.asarray(n_heads) // np.asarray(n_kv_heads)
+    if phase == "decode":
+        heads = b * h * head_dim
+        values = stored * seen
+        return KernelWork(values * (bits / 8.0) + 4.0 * heads, values, 4.0 * heads * seen, b * n_kv_heads,
+                          seen, None, head_dim, group, cut)
+    heads = b * h * head_dim
+    tiles = -(-np.asarray(tokens) // TILE)
+    seen = np.asarray(seen, np.float64)
+    pairs = np.maximum(seen * tokens - 0.5 * seen * (seen - 1.0), 0.5 * TILE * TILE * tiles)
+    values = stored * tokens
+    return KernelWork(values * (bits / 8.0) + 4.0 * heads * tokens, values, 4.0 * heads * pairs, b * h * tiles,
+                      float(SPLIT_ROWS), None, head_dim, group, cut)
 
 
 def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, tokens: Count, n_heads: Count,
@@ -145,43 +227,43 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
         format: of the cache. kernel: `vllm`, `fa3`, `trtllm` ...; None = the device's default.
 
     Raises:
-        KvsimError: unknown phase or format; a size that is not a whole number >= 1.
+        KvsimError: unknown phase or format; a size that is not a whole number >= 1; shapes that do not broadcast.
     """
     if phase not in ("decode", "prefill"):
         raise KvsimError(f"phase must be decode or prefill, got {shown(phase)}")
     named = {"batch": batch, "tokens": tokens, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
-    b, t, h, kv, d = (whole(value, name, low=1) for name, value in named.items())
-    w = whole(window, "window")
-    bytes_per_value = known_format(format).bits / 8.0
-    seen = np.where(w == 0, t, np.minimum(t, w)) if np.any(w) else t
-    heads = 1.0 * b * kv * d
-    elements = 2.0 * heads * (seen if phase == "decode" else t)
-    rows = 1 if phase == "decode" else t
-    pairs = seen if phase == "decode" else t * 1.0 * seen - 0.5 * seen * (seen - 1.0)
-    return kernel_seconds(
-        device, phase, bytes_moved=elements * bytes_per_value + 4.0 * b * h * d * rows, elements=elements,
-        flops=4.0 * b * h * d * pairs, blocks=1.0 * b * (kv if phase == "decode" else h * -(-rows // 128)),
-        head_dim=d, format=format, kernel=kernel)
+    sizes = {name: whole(value, name, low=1) for name, value in named.items()}
+    sizes["window"] = whole(window, "window")
+    _check_shapes(sizes)
+    if np.any(np.less(sizes["n_heads"], sizes["n_kv_heads"])):
+        raise KvsimError(f"n_heads must be n_kv_heads or more, got {shown(n_heads)} and {shown(n_kv_heads)}")
+    bits = known_format(format).bits
+    choice = chosen(device, phase, kernel, format)
+    work = attention_work(phase, **sizes, bits=bits)
+    return _answer(kernel_time(device, choice.coefficient, work, choice.rate_factor), choice)
 
 
-def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dtype: str = "bf16") -> Seconds:
+def _check_shapes(sizes: dict[str, Any]) -> None:
+    try:
+        np.broadcast_shapes(*(np.shape(size) for size in sizes.values()))
+    except ValueError:
+        shapes = ", ".join(f"{name} {np.shape(size)}" for name, size in sizes.items() if np.ndim(size))
+        raise KvsimError(f"shapes do not broadcast: {shapes}") from None
+
+
+def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dtype: str = "bf16",
+                   kernel: str | None = None) -> Seconds:
     """Time y[m, n] = x[m, k] w[n, k]^T; arrays broadcast.
 
-        t0 + (bytes_time^2 + flops_time^2)^(1/2)
-
     Args:
-        dtype: bf16, fp16, fp32, fp8 and fp8_block (activations quantized inside), nvfp4, or weights only:
+        dtype: bf16, fp16, fp32, fp8, fp8_block, int8 and nvfp4 (activations quantized inside), or weights only:
             int8_wo, int4_wo (weight bytes fall, arithmetic stays bf16).
 
     Raises:
-        KvsimError: unknown dtype; a size that is not a whole number >= 1.
+        KvsimError: unknown dtype; a size that is not a whole number >= 1; shapes that do not broadcast.
     """
-    m, n, k = (whole(value, name, low=1) for name, value in (("m", m), ("n", n), ("k", k)))
-    facts = known_dtype(dtype)
-    c, _, widen, said = chosen(device, "matmul", None, dtype)
-    wide = 1.0 * n * k
-    moved = wide * (facts.bits / 8.0) + (2.0 * m) * (1.0 * k + n)
-    memory = _memory(device, c, moved, moved)
-    compute = wide * m * (2.0 / (c.flops_share * peak(device, dtype)))
-    seconds = np.sqrt(memory * memory + compute * compute) + c.t0_s
-    return _answer(seconds, c, widen, said, [("launch", c.t0_s), ("memory", memory), ("compute", compute)])
+    known_dtype(dtype)
+    sizes = {name: whole(value, name, low=1) for name, value in (("m", m), ("n", n), ("k", k))}
+    _check_shapes(sizes)
+    choice = chosen(device, "matmul", kernel, dtype)
+    return _answer(product_time(device, choice.coefficient, **sizes, dtype=dtype), choice)

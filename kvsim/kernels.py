@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvsim.coefficients import Coefficient, family_coefficients
+from kvsim.coefficients import Coefficient
 from kvsim.errors import KvsimError, did_you_mean, shown
 
 if TYPE_CHECKING:
@@ -16,27 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """Bits a stored value takes (scales included), how it becomes a float, and whose arithmetic it may use."""
+    """Bits a stored value takes (scales included), how it becomes a float, and which arithmetic a product uses.
+
+    quantizes: whether a matrix product turns its activations into this format first.
+    """
 
     bits: float
-    conversion: str
-    arithmetic: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    conversion: str = "none"
+    unit: str = "bf16"
+    quantizes: bool = False
 
 
 FORMATS = {
-    "fp32": Format(32, "none", ("fp32",)),
-    "bf16": Format(16, "none"),
-    "fp16": Format(16, "none"),
-    "fp8": Format(8, "cast"),
-    "fp8_block": Format(8, "cast", ("fp8", "bf16", "fp16", "fp32")),
-    "int8": Format(8.125, "scale"),
+    "fp32": Format(32, unit="fp32"),
+    "bf16": Format(16),
+    "fp16": Format(16),
+    "fp8": Format(8, "cast", "fp8", quantizes=True),
+    "fp8_block": Format(8, "cast", "fp8", quantizes=True),
+    "int8": Format(8.125, "scale", "int8", quantizes=True),
     "int8_wo": Format(8, "scale"),
-    "int4_wo": Format(4, "unpack"),
+    "int4_wo": Format(4.25, "unpack"),
     "int4": Format(4.5, "unpack"),
     "int3": Format(3.5, "unpack"),
     "int2": Format(2.5, "unpack"),
-    "nvfp4": Format(4.5, "unpack", ("fp4", "fp8", "bf16", "fp16", "fp32")),
-    "mxfp4": Format(4.25, "unpack", ("fp4", "fp8", "bf16", "fp16", "fp32")),
+    "nvfp4": Format(4.5, "unpack", "fp4", quantizes=True),
+    "mxfp4": Format(4.25, "unpack"),
     "mxfp8": Format(8.25, "cast"),
     "q8_0": Format(8.5, "scale"),
     "q6_0": Format(6.5, "unpack"),
@@ -46,79 +50,139 @@ FORMATS = {
     "q4_0": Format(4.5, "unpack"),
     "iq4_nl": Format(4.5, "lookup"),
     "nf4": Format(4.5, "lookup"),
-    "none": Format(16, "none"),
-    "cast": Format(8, "cast"),
-    "scale": Format(8, "scale"),
-    "unpack": Format(4, "unpack"),
-    "lookup": Format(4, "lookup"),
 }
-MATMUL_DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp8_block", "nvfp4", "int8_wo", "int4_wo")
-CONVERSION = {"none": (1.0, 0.0), "cast": (1.0, 0.0), "scale": (1.0, 0.1), "unpack": (0.7, 0.3), "lookup": (0.5, 0.5)}
-"""Element rate of a conversion class as a multiple of the fp8 one, and what the interval gains in log terms."""
+MATMUL_DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp8_block", "int8", "nvfp4", "int8_wo", "int4_wo")
+RATE_OF_CLASS = {
+    "none": (1.0, 0.0), "cast": (1.0, 0.0), "scale": (1.0, 0.2), "unpack": (0.55, 0.5), "lookup": (0.4, 0.7),
+}  # fmt: skip
+"""Values taken in per clock as a multiple of the cast (fp8) rate, and the log widening where it was not measured.
+
+The multiple of `unpack` is int4 with group scales over int8 with row scales of one fused kernel: 1.8 of 3.4 ms.
+"""
+SIBLING_WIDENING = {"none": 0.16, "cast": 0.26}
+"""Log widening where a family's coefficients serve a device they were not measured on (median error +10%, fp8 +16%)."""
+ENGINES = ("vllm", "sglang", "trtllm", "tensorrt", "torch", "kvsim")
+KERNELS = (
+    (r"trtllm_?(gen|mha|decode|prefill)", "trtllm_mha"),
+    (r"flashinfer|fidecode|fiprefill", "flashinfer"),
+    (r"fa_?3|attn_?3|attention_?3", "fa3"),
+    (r"fa_?2|attn_?2|attention_?2|flash_?att", "fa2"),
+    (r"eager", "eager"),
+    (r"sdpa", "sdpa"),
+    (r"fused|native", "fused"),
+    (r"torch_flow|trtllm", "trtllm"),
+)
+"""How engines and tables spell the kernel families, the most specific first."""
 
 
 def known_format(name: str) -> Format:
     """The facts of a stored format; KvsimError with the nearest name otherwise."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise KvsimError(f"unknown format {shown(name)}{did_you_mean(str(name), FORMATS)}; one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def known_dtype(name: str) -> Format:
     """The facts of a matrix product's dtype; KvsimError with the nearest name otherwise."""
-    if name not in MATMUL_DTYPES:
+    if not isinstance(name, str) or name not in MATMUL_DTYPES:
         raise KvsimError(f"unknown matrix dtype {shown(name)}{did_you_mean(str(name), MATMUL_DTYPES)}; "
                          f"one of {', '.join(MATMUL_DTYPES)}")
     return FORMATS[name]
 
 
+def unit_of(device: HardwareProfile, dtype: str) -> float:
+    """Dense FLOP/s with which the device multiplies `dtype`: its own unit, or the one that stands in for it."""
+    unit = FORMATS[dtype].unit
+    if unit == "fp4" and unit not in device.peaks:
+        unit = "bf16"
+    return device.best_peak(unit)[0]
+
+
 @lru_cache(maxsize=1024)
-def kernel_family(name: str) -> str:
-    """`engine/kernel` of a name as engines and tables spell it: vllm-0.24.0/vllm_flash_attn_fa3 -> vllm/fa3."""
-    text = name.lower().replace("-", "_")
-    engine = next((e for e in ("vllm", "sglang", "trtllm", "tensorrt") if text.startswith(e)), "")
-    engine = "trtllm" if engine == "tensorrt" else engine
-    rest = text.split("/", 1)[1] if "/" in text else "" if engine and "mha" not in text else text
-    for pattern, kernel in ((r"trtllm_?(decode|prefill|mha)", "trtllm_mha"), (r"fa_?3|attention_?3", "fa3"),
-                            (r"fa_?2|attention_?2", "fa2"), (r"flashinfer|fidecode|fiprefill", "flashinfer"),
-                            (r"torch_flow|^trtllm", "trtllm"), (r"flash_?att", "fa2"), (r"eager", "eager"),
-                            (r"sdpa", "sdpa"), (r"fused", "fused"), (r"mla", "mla")):
-        if re.search(pattern, rest):
-            return f"{engine or '*'}/{kernel}"
-    return f"{engine or '*'}/{'*' if engine else rest}"
+def kernel_family(name: str) -> tuple[str, str, str]:
+    """(engine, version, kernel) of a name, "" for what it leaves out: vllm-0.24.0/..._fa3 gives (vllm, 0.24, fa3)."""
+    text = name.lower().strip()[:200]
+    engine = next((e for e in ENGINES if text.startswith(e)), "")
+    version = re.match(r"[a-z_]+-(\d+\.\d+)", text)
+    only_engine = bool(engine) and re.fullmatch(r"[a-z]+(-[\d.a-z]*)?", text) is not None
+    rest = "" if only_engine else text.rsplit("/", 1)[-1].replace("-", "_")
+    kernel = next((kernel for pattern, kernel in KERNELS if re.search(pattern, rest)), "")
+    if not kernel and not engine:
+        kernel = rest
+    return "trtllm" if engine == "tensorrt" else engine, version[1] if version else "", kernel
 
 
 def _score(wanted: str, have: str) -> int:
-    (engine, kernel), (own_engine, own_kernel) = wanted.split("/", 1), have.split("/", 1)
-    same_kernel = kernel == own_kernel
-    cousin = kernel[:2] == own_kernel[:2] == "fa" and kernel != "*"
-    return 4 * same_kernel + 2 * (engine == own_engine) + (cousin and not same_kernel)
+    """How well the kernel `have` answers for `wanted`; 0: not at all."""
+    engine, version, kernel = kernel_family(wanted)
+    own_engine, own_version, own_kernel = kernel_family(have)
+    if own_version and own_version != version:
+        return 0
+    same = bool(kernel) and kernel == own_kernel
+    cousin = bool(kernel) and not same and kernel[:2] == own_kernel[:2] == "fa"
+    score = 8 * same + 4 * (bool(engine) and engine == own_engine) + 2 * cousin
+    return score + (1 if score and own_version else 0)
 
 
-def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str) -> tuple[Coefficient, float, float, str]:
-    """The coefficients for (op, kernel, format): the row, a factor on its element rate, log widening, and words."""
-    rows = tuple(c for c in (*device.coefficients, *family_coefficients(device.family)) if c.op == op)
+@dataclass(frozen=True)
+class Choice:
+    """The coefficients that answer a question, and how far they were stretched.
+
+    rate_factor multiplies the conversion rate; widen adds to the interval in quadrature, in log terms; said: in words.
+    """
+
+    coefficient: Coefficient
+    rate_factor: float
+    widen: float
+    said: str
+
+
+def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, conversion: str | None = None) -> Choice:
+    """The coefficients for (op, kernel, format) on a device, or the nearest ones.
+
+    Raises KvsimError: no coefficients for the op at all; a format that is unknown and has no (known) conversion.
+    """
+    if conversion is None:
+        conversion = known_format(format).conversion
+    elif conversion not in RATE_OF_CLASS:
+        raise KvsimError(f"unknown conversion {shown(conversion)}; one of {', '.join(RATE_OF_CLASS)}")
+    rows = [c for c in device.coefficients if c.op == op]
     if not rows:
-        raise KvsimError(f"no {op} coefficients for device {device.name} (family {device.family})")
-    said = ""
+        raise KvsimError(f"no {shown(op)} coefficients for device {device.name} (family {device.family})")
+    notes = []
     family = rows[0].kernel
     if kernel is not None:
-        wanted = kernel_family(kernel)
-        best = max(rows, key=lambda c: _score(wanted, c.kernel) if "/" in c.kernel else 0)
-        if "/" in best.kernel and _score(wanted, best.kernel) >= 2:
+        best = max(rows, key=lambda c: _score(kernel, c.kernel))
+        if _score(kernel, best.kernel):
             family = best.kernel
         else:
-            said = f"; kernel {shown(kernel)} is not known for {device.family}, its default is used"
-    mine = [c for c in rows if c.kernel == family]
-    conversion = FORMATS[format].conversion
-    row = next((c for c in mine if c.format == format), None)
-    factor, widen = 1.0, 0.0
-    if row is None:
-        base = "bf16" if conversion == "none" else "fp8"
-        row = next((c for c in mine if c.format == base), None) or next((c for c in rows if c.format == base), mine[0])
-        factor, widen = CONVERSION[conversion]
-        if format not in ("fp16", "none", "cast"):
-            said = f"; {format} by analogy with {row.format}" + said
+            notes.append(f"kernel {shown(kernel)} unknown for {device.family}, its default is used")
+    row, factor, widen = _row_of(rows, family, format, conversion)
+    if row.format != format and (conversion != "none" or row.format not in ("bf16", "fp16", "*")):
+        notes.append(f"{format} by analogy with {row.format}")
     if row.borrowed:
-        said = f"; borrowed from {row.borrowed}" + said
-    return row, factor, widen, f"{device.family} {row.op} {row.kernel} {row.format}{said}"
+        notes.append(f"borrowed from {row.borrowed}")
+    elif row.devices and device.name not in row.devices:
+        notes.append(f"measured on {', '.join(row.devices)}")
+        widen = (widen**2 + SIBLING_WIDENING.get(conversion, 0.26) ** 2) ** 0.5
+    words = "; ".join([f"{device.family} {op} {row.kernel} {row.format}", *notes])
+    return Choice(row, factor, widen, words)
+
+
+NEAREST = {"none": ("bf16", "fp16"), "cast": ("fp8",), "scale": ("int8", "fp8"), "unpack": ("int4", "int8", "fp8"),
+           "lookup": ("int4", "int8", "fp8")}
+"""Measured formats whose rate stands in for a conversion class, the nearest first."""
+
+
+def _row_of(rows: list[Coefficient], family: str, format: str, conversion: str) -> tuple[Coefficient, float, float]:
+    """The row of a kernel family for a format, or of the nearest format, with rate factor and widening."""
+    ranked = sorted(rows, key=lambda c: (c.kernel != family, -_score(family, c.kernel)))
+    exact = next((c for c in ranked if c.format in (format, "*") and (c.kernel == family or conversion != "none")), None)
+    if exact is not None:
+        return exact, 1.0, 0.0
+    factor, widen = RATE_OF_CLASS[conversion]
+    for near in NEAREST[conversion]:
+        found = next((c for c in ranked if c.format == near), None)
+        if found is not None:
+            return found, factor / RATE_OF_CLASS[FORMATS[near].conversion][0], widen
+    return ranked[0], factor, (widen**2 + 0.3**2) ** 0.5

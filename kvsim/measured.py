@@ -1,0 +1,140 @@
+"""Read measured kernel times from CSV files: columns, units and bounds; not what a model makes of them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.errors import KvsimError, did_you_mean, shown
+
+MAX_ROWS = 2_000_000
+MAX_LINE = 4096
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8", "sq": "int8"}
+ATTENTION = {"batch": 2**20, "seq": 2**30, "n_heads": 2**16, "n_kv_heads": 2**16, "head_dim": 2**14, "window": 2**30}
+PRODUCT = {"m": 2**30, "n": 2**30, "k": 2**30}
+"""Whole-number columns of each kind of table and the largest value that makes sense."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows of one op: `labels` and `sizes` by column, `seconds` measured. op: decode, prefill or matmul."""
+
+    op: str
+    gpu: NDArray[Any]
+    kernel: NDArray[Any]
+    format: NDArray[Any]
+    sizes: dict[str, NDArray[np.int64]]
+    seconds: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def where(self, mask: NDArray[Any]) -> Table:
+        """The rows that a mask or an index array selects."""
+        return Table(self.op, self.gpu[mask], self.kernel[mask], self.format[mask],
+                     {name: column[mask] for name, column in self.sizes.items()}, self.seconds[mask])
+
+    def groups(self) -> Iterator[tuple[tuple[str, str, str], Table]]:
+        """Sub-tables by (gpu, kernel, format), sorted."""
+        keys = np.char.add(np.char.add(np.char.add(self.gpu, "\t"), np.char.add(self.kernel, "\t")), self.format)
+        for key in np.unique(keys):
+            gpu, kernel, format = str(key).split("\t")
+            yield (gpu, kernel, format), self.where(keys == key)
+
+
+def read_table(path: str | Path) -> Table:
+    """Read one CSV of kernel times; the op is told from its columns and its name.
+
+    Attention: gpu, kernel, kv_dtype, batch, seq, n_heads, n_kv_heads, head_dim, window, latency_us (prefill where the
+    file's name holds `prefill` or `context`, or a column `phase` says so). Products: gpu, kernel, dtype, m, n, k,
+    latency_us. Other columns are ignored. Raises KvsimError, one line, naming file and line.
+    """
+    path = Path(path)
+    where = f"measured file {shown(str(path), 200)[1:-1]}"
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return _read(_short_lines(file, where), path.name.lower(), where)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise KvsimError(f"{where} cannot be read: {shown(str(error), 120)[1:-1]}") from None
+
+
+def _short_lines(file: Iterable[str], where: str) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if len(line) > MAX_LINE or number > MAX_ROWS:
+            raise KvsimError(f"{where} line {number}: lines hold at most {MAX_LINE} characters, files {MAX_ROWS} lines")
+        yield line
+
+
+def _op(columns: list[str], name: str, where: str) -> str:
+    """decode, prefill or matmul; KvsimError naming the columns that are missing."""
+    product = "m" in columns and "batch" not in columns
+    label = "dtype" if product else "kv_dtype"
+    for need in ("gpu", "kernel", label, *(PRODUCT if product else ATTENTION), "latency_us"):
+        if need not in columns:
+            raise KvsimError(f"{where} has no column {need!r}{did_you_mean(need, columns)}")
+    if product:
+        return "matmul"
+    return "prefill" if "prefill" in name or "context" in name else "decode"
+
+
+def _read(lines: Iterator[str], name: str, where: str) -> Table:
+    reader = csv.reader(lines)
+    columns = [c.strip() for c in next(reader, [])]
+    op = _op(columns, name, where)
+    bounds = PRODUCT if op == "matmul" else ATTENTION
+    at = {c: i for i, c in enumerate(columns)}
+    label = at["dtype" if op == "matmul" else "kv_dtype"]
+    texts: list[tuple[str, str, str]] = []
+    numbers: list[list[float]] = []
+    for number, row in enumerate(reader, 2):
+        if not row:
+            continue
+        if len(row) != len(columns):
+            raise KvsimError(f"{where} line {number}: {len(row)} fields where the header has {len(columns)}")
+        texts.append((_text(row[at["gpu"]]), _text(row[at["kernel"]]), _text(row[label])))
+        here = f"{where} line {number}:"
+        sizes = [_size(row[at[c]], c, int(c != "window"), most, here) for c, most in bounds.items()]
+        numbers.append([*sizes, _latency(row[at["latency_us"]], here)])
+    if not numbers:
+        raise KvsimError(f"{where} holds no rows")
+    gpu, kernel, format = (np.array(column) for column in zip(*texts, strict=True))
+    values = np.array(numbers)
+    sizes_by_name = {c: values[:, i].astype(np.int64) for i, c in enumerate(bounds)}
+    return Table(op, gpu, kernel, np.array([DTYPES.get(f, f) for f in format]), sizes_by_name, values[:, -1])
+
+
+def _text(value: str) -> str:
+    return "".join(c for c in value.strip()[:200] if c.isprintable())
+
+
+def _size(value: str, what: str, least: int, most: int, where: str) -> int:
+    try:
+        size = int(value) if value.strip().lstrip("+-").isdecimal() and len(value) < 20 else int(_whole_float(value))
+    except ValueError:
+        raise KvsimError(f"{where} {what} must be a whole number, got {shown(value)}") from None
+    if not least <= size <= most:
+        raise KvsimError(f"{where} {what} must lie between {least} and {most}, got {shown(value)}")
+    return size
+
+
+def _whole_float(value: str) -> float:
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")) or number != int(number):
+        raise ValueError(value)
+    return number
+
+
+def _latency(value: str, where: str) -> float:
+    try:
+        micros = float(value)
+    except ValueError:
+        micros = -1.0
+    if not 0.0 < micros < 1e12:
+        raise KvsimError(f"{where} latency_us must be a positive number of microseconds, got {shown(value)}")
+    return micros * 1e-6
