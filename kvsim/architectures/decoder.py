@@ -30,7 +30,8 @@ class Traits:
 
     A bias is True, False or the name of the flag that decides. `norm` is the kind of norm, `norms` how many a layer
     has. `qk_norm`: "head" (one vector of head width for q, one for k), "width" (over all heads) or "" (none), `qk_flag`
-    the flag that switches it. `window` resolves the windows; `inner` names the feed-forward's width.
+    the flag that switches it. `window` resolves the windows; `inner` names the feed-forward's width. `extra` counts what
+    else a layer learns (sinks, scalars, further norms).
     """
 
     qkv_bias: bool | str = False
@@ -45,6 +46,7 @@ class Traits:
     window: windows.Rule = windows.full
     inner: str = "intermediate_size"
     head_bias: bool | str = False
+    extra: Callable[[Fields], int] | None = None
 
 
 def switch(f: Fields, value: bool | str) -> bool:
@@ -70,6 +72,7 @@ def decoder(f: Fields, traits: Traits, *, feed: Feed | None = None, top: Fields 
     attn = projections(hidden, heads, kv, dim, qkv_bias=switch(f, traits.qkv_bias), o_bias=switch(f, traits.o_bias))
     qk_kind = traits.qk_norm if not traits.qk_flag or f.flag(traits.qk_flag) else ""
     norms = traits.norms * NORM[traits.norm] * hidden + qk_norm_size(qk_kind, heads, kv, dim, traits.norm)
+    norms += traits.extra(f) if traits.extra else 0
     ffn = (feed or dense_feed)(f, hidden, traits)
     spans = traits.window(f, count)
 

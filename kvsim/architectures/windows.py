@@ -150,3 +150,15 @@ def typed(default: str = FULL) -> Rule:
         return _by_type(f, types)
 
     return rule
+
+
+def where_no_rope(f: Fields, count: int) -> list[int]:
+    """SmolLM3: with `use_sliding_window`, the layers without RoPE have the window."""
+    types = layer_types(f, count)
+    on = f.flag("use_sliding_window") and f.maybe("sliding_window", low=1) is not None
+    f.ignore("no_rope_layers", "no_rope_layer_interval", "sliding_window")
+    if types is None:
+        step = f.size("no_rope_layer_interval")
+        rope = f.items("no_rope_layers", "int", count) or [int((i + 1) % step != 0) for i in range(count)]
+        types = [SLIDING if on and not r else FULL for r in rope]
+    return _by_type(f, types)
