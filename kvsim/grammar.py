@@ -104,7 +104,9 @@ def _single(text: str) -> Method:
     if protocol:
         name = protocol[0].strip()
         if name not in PROTOCOLS:
-            raise KvsimError(f"protocol {shown(name)} is not one of {', '.join(PROTOCOLS)}{did_you_mean(name, PROTOCOLS)}")
+            raise KvsimError(
+                f"protocol {shown(name)} is not one of {', '.join(PROTOCOLS)}{did_you_mean(name, PROTOCOLS)}"
+            )
         method = replace(method, protocol=name)
     return method
 
@@ -136,7 +138,9 @@ def _stages(stages: list[str]) -> Method:
     for stage in stages:
         fragment, slots = _stage(stage)
         if min(slots) <= filled:
-            raise KvsimError(f"{shown(stage.strip())} cannot follow what stands before it: a policy, then a basis, then a format, each once")
+            raise KvsimError(
+                f"{shown(stage.strip())} cannot follow what stands before it: a policy, then a basis, then a format, each once"
+            )
         filled = max(slots)
         tokens = fragment.tokens if 1 in slots else tokens
         k, v = (_joined(mine, theirs, slots) for mine, theirs in ((k, fragment.k), (v, fragment.v)))
@@ -175,7 +179,9 @@ def _fragment(part: Part) -> Method:
         return Method(tokens=part)
     if isinstance(part, Correction):
         raise KvsimError(f"{part.name} corrects a format: write int(bits=2)+{part}")
-    chain = Chain(basis=part) if isinstance(part, Basis) else Chain(format=part) if isinstance(part, Format) else Chain()
+    chain = (
+        Chain(basis=part) if isinstance(part, Basis) else Chain(format=part) if isinstance(part, Format) else Chain()
+    )
     return Method(k=chain, v=chain.for_values()) if not chain.format.keys_only else Method(k=chain)
 
 
@@ -235,7 +241,9 @@ def _named(owner: str, names: list[str], arguments: list[tuple[str, Any]]) -> It
     seen: set[str] = set()
     for position, (key, value) in enumerate(arguments):
         if not key and (position >= len(names) or any(k for k, _ in arguments[:position])):
-            raise KvsimError(f"{owner}: value {shown(value)} has no name; write {names[min(position, len(names) - 1)] if names else 'nothing'}=...")
+            raise KvsimError(
+                f"{owner}: value {shown(value)} has no name; write {names[min(position, len(names) - 1)] if names else 'nothing'}=..."
+            )
         name = key or names[position]
         if name not in names:
             takes = f"it takes {', '.join(names)}" if names else "it takes no settings"
@@ -256,7 +264,11 @@ def _preset(name: str, arguments: list[tuple[str, Any]]) -> Method:
     for key, value in _named(name, names, [(k or "?", v) for k, v in arguments]):
         tokens = _changed(method.tokens, key, value)
         k, v = (
-            Chain(_changed(c.basis, key, value), _changed(c.format, key, value), tuple(_changed(x, key, value) for x in c.corrections))
+            Chain(
+                _changed(c.basis, key, value),
+                _changed(c.format, key, value),
+                tuple(_changed(x, key, value) for x in c.corrections),
+            )
             for c in (method.k, method.v)
         )
         method = replace(method, tokens=tokens, k=k, v=v)

@@ -55,15 +55,24 @@ class Chain:
             raise KvsimError(f"{self.corrections[0].name} corrects a quantized format, and {self.format.name} is none")
         for correction in self.corrections:
             correction.check_format(self.format)
+        self.basis.check_format(self.format)
         names = [c.name for c in self.corrections]
         if len(set(names)) < len(names):
             raise KvsimError(f"a correction stands twice in {self}")
         if side == "v" and self.before_rope:
             raise KvsimError("rope=pre is for keys: values carry no rotation; set it in k:...")
         if side == "v" and self.format.keys_only:
-            raise KvsimError(f"{self.format.name} estimates query-key products and cannot hold values; use k:{self.format.name}(...) v:...")
-        if self.basis.before_rope != self.format.before_rope and self.format.before_rope and not isinstance(self.basis, Identity):
-            raise KvsimError(f"{self.format}: the basis decides where the rotation stands; set rope on {self.basis.name} instead")
+            raise KvsimError(
+                f"{self.format.name} estimates query-key products and cannot hold values; use k:{self.format.name}(...) v:..."
+            )
+        if (
+            self.basis.before_rope != self.format.before_rope
+            and self.format.before_rope
+            and not isinstance(self.basis, Identity)
+        ):
+            raise KvsimError(
+                f"{self.format}: the basis decides where the rotation stands; set rope on {self.basis.name} instead"
+            )
 
     def __str__(self) -> str:
         stages = [] if isinstance(self.basis, Identity) else [str(self.basis)]
@@ -94,7 +103,9 @@ class LayerRange:
         low, dash, high = self.text.partition("-")
         if int(low) >= n_layers or (high and int(high) >= n_layers):
             raise KvsimError(f"layers={self.text}: the model has layers 0 to {n_layers - 1}")
-        return int(low) <= layer and (not dash and layer == int(low) or dash == "-" and (not high or layer <= int(high)))
+        return int(low) <= layer and (
+            not dash and layer == int(low) or dash == "-" and (not high or layer <= int(high))
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,9 @@ class Method:
         for side, chain in (("keys", self.k), ("values", self.v)):
             self._check_rows(side, chain)
             if chain.basis.both_sides and self.k.basis != self.v.basis:
-                raise KvsimError(f"{chain.basis.name} writes keys and values together: use it on both sides with the same settings")
+                raise KvsimError(
+                    f"{chain.basis.name} writes keys and values together: use it on both sides with the same settings"
+                )
 
     def _check_rows(self, side: str, chain: Chain) -> None:
         policy = self.tokens

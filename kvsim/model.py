@@ -265,9 +265,14 @@ class ModelSpec:
         return Counter(layer.kind for layer in self.layers)
 
     @classmethod
-    def from_numbers(cls, layers: int, n_heads: int | Sequence[int] | None = None,
-                     n_kv_heads: int | Sequence[int] | None = None, head_dim: int | None = None,
-                     **more: Any) -> ModelSpec:
+    def from_numbers(
+        cls,
+        layers: int,
+        n_heads: int | Sequence[int] | None = None,
+        n_kv_heads: int | Sequence[int] | None = None,
+        head_dim: int | None = None,
+        **more: Any,
+    ) -> ModelSpec:
         """Build a spec from architecture numbers when there is no config file; see `kvsim.numbers.from_numbers`."""
         from kvsim.numbers import from_numbers
 

@@ -119,8 +119,15 @@ Budget = int | float
 _SELF = TypeVar("_SELF", bound="Part")
 
 
-def setting(default: Any = MISSING, *, low: float | None = None, high: float | None = None,
-            choices: tuple[str, ...] = (), always: bool = False, what: str = "") -> Any:
+def setting(
+    default: Any = MISSING,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    always: bool = False,
+    what: str = "",
+) -> Any:
     """Declare a setting of a part: its default, the range or choices it accepts, and what it means.
 
     `always` writes it even at its default: the figure that people look for in a method's name (bits, rank, budget).
@@ -141,6 +148,7 @@ class Part:
 
     def __post_init__(self) -> None:
         for spec in self.settings():
+            object.__setattr__(self, spec.name, _same_form(spec, getattr(self, spec.name)))
             _check(self, spec, getattr(self, spec.name))
         self.check()
 
@@ -150,7 +158,9 @@ class Part:
     @classmethod
     def settings(cls) -> tuple[Field[Any], ...]:
         """Fields in declaration order, the part's own before inherited ones."""
-        depth = {name: i for i, base in enumerate(reversed(cls.__mro__)) for name in vars(base).get("__annotations__", {})}
+        depth = {
+            name: i for i, base in enumerate(reversed(cls.__mro__)) for name in vars(base).get("__annotations__", {})
+        }
         return tuple(sorted(fields(cls), key=lambda f: -depth[f.name]))
 
     def with_settings(self: _SELF, **changes: Any) -> _SELF:
@@ -178,6 +188,13 @@ def written(value: Any) -> str:
     return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def _same_form(spec: Field[Any], value: Any) -> Any:
+    """One form for one meaning: a whole number given for a float setting, and `none` where it is one of the choices."""
+    if value is None and "none" in (spec.metadata.get("choices") or ()):
+        return "none"
+    return float(value) if spec.type == "float" and type(value) is int and abs(value) <= MAX_SETTING else value
+
+
 def _check(part: Part, spec: Field[Any], value: Any) -> None:
     """Refuse a setting of the wrong type, outside its range or not among its choices."""
     low, high, choices = (spec.metadata.get(k) for k in ("low", "high", "choices"))
@@ -193,7 +210,9 @@ def _check(part: Part, spec: Field[Any], value: Any) -> None:
     for one in value if isinstance(value, tuple) else (value,):
         _check_number(where, kinds, one, low, high)
     if isinstance(value, tuple) != kinds.startswith("tuple") or value == ():
-        raise KvsimError(f"{where} takes {'a list like (2,4,8)' if kinds.startswith('tuple') else 'one value'}, got {shown(value)}")
+        raise KvsimError(
+            f"{where} takes {'a list like (2,4,8)' if kinds.startswith('tuple') else 'one value'}, got {shown(value)}"
+        )
 
 
 def _check_number(where: str, kinds: str, value: Any, low: float | None, high: float | None) -> None:
@@ -213,7 +232,9 @@ def _check_number(where: str, kinds: str, value: Any, low: float | None, high: f
         raise KvsimError(f"{where} is a {'number' if 'float' in kinds else 'whole number'}, got {shown(value)}")
     top = MAX_SETTING if high is None else high
     if value > top or (low is not None and value < low):
-        raise KvsimError(f"{where} must be {'at least ' + str(low) + ' and ' if low is not None else ''}at most {top}, got {shown(value)}")
+        raise KvsimError(
+            f"{where} must be {'at least ' + str(low) + ' and ' if low is not None else ''}at most {top}, got {shown(value)}"
+        )
 
 
 def check_budget(where: str, value: Any) -> None:
@@ -251,6 +272,7 @@ class Format(Part):
 
     role: ClassVar[str] = "format"
     keys_only: ClassVar[bool] = False
+    reconstructs: ClassVar[bool] = True
     encode_flops: ClassVar[float] = 0.0
 
     @property
@@ -278,6 +300,23 @@ class Format(Part):
         """Whether keys are written before the rotation."""
         return False
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of each block that is flushed while decoding."""
+        return 1
+
+    def encode_row_flops(self, place: Place) -> float:
+        """Arithmetic to encode one row of one head."""
+        return self.encode_flops * place.width
+
+    def read_flops(self, place: Place) -> float:
+        """Arithmetic per row and head at each read beyond the conversion itself: rotations that must be redone."""
+        return 0.0
+
+    def step_flops(self, place: Place) -> float:
+        """Arithmetic once a step, whatever the rows: what queries or outputs need (a rotation, a sketch)."""
+        return 0.0
+
     def quantized(self, rows: Count) -> Count:
         """Of `rows` rows, those that are encoded; the others are the full-precision tail."""
         return rows
@@ -299,7 +338,11 @@ class Quantizer(Format):
     """A format that encodes rows once and may keep the newest in full precision."""
 
     residual: int = setting(0, low=0, what="newest rows kept in full precision")
-    flush: str = setting("oldest", choices=("oldest", "all"), what="oldest: rows beyond the residual; all: the whole tail when full (KIVI's keys)")
+    flush: str = setting(
+        "oldest",
+        choices=("oldest", "all"),
+        what="oldest: rows beyond the residual; all: the whole tail when full (KIVI's keys)",
+    )
     rope: str = setting("post", choices=("post", "pre"), what="keys are written after or before the rotation")
 
     encode_flops: ClassVar[float] = 6.0
@@ -319,10 +362,21 @@ class Quantizer(Format):
         """Whether keys are written before the rotation."""
         return self.rope == "pre"
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of each block that is flushed while decoding."""
+        return self.residual if self.flush == "all" else self.unit
+
+    def read_flops(self, place: Place) -> float:
+        """Keys stored before the rotation are rotated at each read: two products and a sum a value."""
+        return 3.0 * place.width if self.before_rope else 0.0
+
     def check(self) -> None:
         """Refuse a flush of the whole tail that is not a multiple of the unit."""
         if self.flush == "all" and (self.residual < 1 or self.residual % self.unit):
-            raise KvsimError(f"{self.name}: flush=all needs a residual that is a multiple of {self.unit}, got residual={self.residual}")
+            raise KvsimError(
+                f"{self.name}: flush=all needs a residual that is a multiple of {self.unit}, got residual={self.residual}"
+            )
 
     def quantized(self, rows: Count) -> Count:
         """u * floor(max(0, n - R) / u), or R * floor(n / R) with flush=all."""
@@ -333,7 +387,7 @@ class Quantizer(Format):
 
     def flushes(self, prompt_rows: Count, rows: Count) -> Count:
         """One block for the prompt if it encoded anything, then one for each u (or R) rows encoded while decoding."""
-        step = self.residual if self.flush == "all" else self.unit
+        step = self.block_rows
         first, now = self.quantized(prompt_rows), self.quantized(rows)
         prompt_block = np.where(np.asarray(first) > 0, 1, 0) if isinstance(first, np.ndarray) else int(first > 0)
         return prompt_block + (now - first) // step
@@ -341,7 +395,9 @@ class Quantizer(Format):
     def check_place(self, place: Place) -> None:
         """Values carry no rotation; MLA latents neither."""
         if self.rope == "pre" and place.side == "v":
-            raise KvsimError(f"{self.name}: rope=pre is for keys; write k:{self.name}(...) v:... to set it on keys alone")
+            raise KvsimError(
+                f"{self.name}: rope=pre is for keys; write k:{self.name}(...) v:... to set it on keys alone"
+            )
         if self.rope == "pre" and place.mla:
             raise KvsimError(f"{self.name}: an MLA latent carries no rotation; leave rope=post")
 
@@ -362,12 +418,20 @@ class Correction(Part):
         """Buffers for `rows` encoded rows in `blocks` blocks."""
         return ()
 
+    def encode_row_flops(self, place: Place) -> float:
+        """Arithmetic to correct one row of one head when it is encoded."""
+        return self.encode_flops * place.width
+
     def read_flops(self, place: Place) -> float:
         """Arithmetic per row and head at each read."""
         return 0.0
 
     def check_format(self, part: Format) -> None:
         """Raise KvsimError where the correction cannot stand on this format."""
+        if not part.reconstructs:
+            raise KvsimError(
+                f"{self.name} corrects reconstructed values, and {part.name} only estimates products with them"
+            )
 
 
 @dataclass(frozen=True)
@@ -396,6 +460,13 @@ class Basis(Part):
     def minimum_rows(self) -> int:
         """Rows below which everything stays full (semantics: while n < rank)."""
         return 0
+
+    def check_format(self, part: Format) -> None:
+        """Raise KvsimError where coefficients cannot be written in this format."""
+        if self.before_rope and not part.reconstructs:
+            raise KvsimError(
+                f"{self.name}(rope=pre) rebuilds keys to rotate them, and {part.name} only estimates products; use rope=post"
+            )
 
     def latent(self, place: Place) -> Latent:
         """Coefficients a row; raises KvsimError where the rank exceeds what this place has."""
@@ -459,6 +530,11 @@ def parts() -> Mapping[str, type[Part]]:
         for info in pkgutil.iter_modules(package.__path__):
             module = import_module(f"kvsim.{folder}.{info.name}")
             for value in vars(module).values():
-                if isinstance(value, type) and issubclass(value, Part) and value.__module__ == module.__name__ and value.name:
+                if (
+                    isinstance(value, type)
+                    and issubclass(value, Part)
+                    and value.__module__ == module.__name__
+                    and value.name
+                ):
                     found[value.name] = value
     return MappingProxyType(dict(sorted(found.items(), key=lambda kv: (list(_ROLES).index(kv[1].role), kv[0]))))

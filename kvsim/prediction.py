@@ -1,0 +1,349 @@
+"""Predict: a case's layouts, work and time put together into a record; works on arrays as on numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsim import cost
+from kvsim.errors import KvsimError
+from kvsim.layout import cross_layout, layer_keys, layer_layout, smallest
+from kvsim.model import ModelSpec
+from kvsim.parts import Rows
+from kvsim.record import Case, HeldBuffer, Line, Numbers, Record, Timing, as_count
+from kvsim.weights import default_weights, weight_format, weights_bytes
+from kvsim.work import LayerGroup, Op, activation_values, decode_ops, largest_layer, native, prefill_ops, reading
+from kvsim.workload import Count, Workload
+
+GIB = 2**30
+RESERVE_BYTES = {"gpu": GIB, "unified": GIB, "accelerator": GIB, "tpu": GIB, "cpu": GIB // 2}
+"""What a runtime keeps for itself: driver context, graphs, allocator slack (about 0.5 GiB each on NVIDIA)."""
+
+CHUNK_TOKENS = 8192
+"""Tokens of a prompt that servers run through the layers at once (vLLM's and SGLang's default chunk on large GPUs)."""
+
+SCORE_ROWS = 1024
+"""Query rows whose attention weights are held at once where a policy needs weights."""
+
+MAX_TOKENS = 2**27
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """A case spread over its devices: the model of the fullest rank and the groups of its layers."""
+
+    case: Case
+    model: ModelSpec
+    work: Workload
+    rows: Sequence[Any] | None = None
+
+    @cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layers that are alike, with their layouts at N."""
+        return _groups(self.model, self.case, self.work.prompt_tokens, self.work.new_tokens, self.rows)
+
+    def totals(
+        self, groups: tuple[LayerGroup, ...], part: Literal["cache", "cross"], allocated: bool = False
+    ) -> Numbers:
+        """Bytes over all layers."""
+        total: Any = 0
+        for group in groups:
+            layout = group.cache if part == "cache" else group.cross
+            if layout is not None:
+                total = total + len(group.indices) * layout.bytes(self.work.batch, allocated)
+        return total
+
+    def memory(self) -> dict[str, Numbers]:
+        """The waterfall: what is held at the end, what comes on top at the prefill and decode peaks."""
+        case, work, model = self.case, self.work, self.model
+        weights = weights_bytes(model, case.weights or default_weights(model))
+        size = case.value_bits / 8
+        prompt_groups = _groups(model, case, work.prompt_tokens, 0, None) if np.any(work.new_tokens) else self.groups
+        live = activation_values(model) * size
+        head = model.head.out_features * 4 if model.head else 0
+        prefill_tokens = smallest(work.batch * work.prompt_tokens, CHUNK_TOKENS)
+        constant = model.state_bytes(work.batch) + self.totals(self.groups, "cross", allocated=True)
+        scratch = largest_layer(self.groups, work.prompt_tokens, work.batch, case.value_bits) + self._weights_scratch()
+        at_prefill = (
+            self.totals(prompt_groups, "cache", allocated=True) + scratch + prefill_tokens * live + work.batch * head
+        )
+        at_decode = self.totals(self.groups, "cache", allocated=True) + work.batch * (live + head)
+        return {
+            "weights": weights,
+            "constant": constant,
+            "scratch": scratch,
+            "activations": prefill_tokens * live + work.batch * head,
+            "peak": np.maximum(at_prefill, at_decode) + weights + constant,
+        }
+
+    def _weights_scratch(self) -> Numbers:
+        """Attention weights that a policy reads during prefill, in blocks of query rows."""
+        heads = [
+            g.layer.attention.n_heads
+            for g in self.groups
+            if g.cache is not None and g.layer.attention is not None and g.cache.method.tokens.needs_weights
+        ]
+        if not heads:
+            return 0
+        prompt = self.work.prompt_tokens
+        return 4 * max(heads) * self.work.batch * smallest(prompt, SCORE_ROWS) * prompt
+
+
+def _groups(
+    model: ModelSpec, case: Case, prompt: Count, new: Count, rows: Sequence[Any] | None
+) -> tuple[LayerGroup, ...]:
+    found = []
+    for (layer, method, _), indices in layer_keys(model, case.method).items():
+        split = [[i] for i in indices] if rows is not None else [indices]
+        for where in split:
+            measured = _measured(rows, where[0], prompt) if rows is not None else None
+            shape = (prompt, new, case.value_bits, where[0], model.n_layers)
+            cache = layer_layout(layer, method, *shape, measured)
+            reads = cache or (layer_layout(reading(layer), method, *shape) if layer.attention is not None else None)
+            cross = cross_layout(layer, method, case.value_bits, where[0], model.n_layers)
+            found.append(LayerGroup(layer, tuple(where), cache, cross, reads))
+    return tuple(found)
+
+
+def _measured(rows: Sequence[Any], layer: int, prompt: Count) -> Rows | None:
+    """Row counts that a running cache reports for a layer: one number, or one for each KV head (their mean counts)."""
+    if layer >= len(rows):
+        raise KvsimError(f"rows: {len(rows)} entries, but layer {layer} exists; give one entry a layer")
+    if rows[layer] is None:
+        return None
+    held = np.asarray(rows[layer], dtype=float).mean()
+    return Rows(as_count(smallest(prompt, held)), as_count(held), as_count(held))
+
+
+def predict(case: Case, rows: Sequence[Any] | None = None) -> Record:
+    """Answer a case: exact bytes, seconds with an interval, what fits.
+
+    Args:
+        case: the question; the workload's numbers may be arrays that broadcast.
+        rows: row counts of a running cache, one entry a layer (`CompressedCache.rows()`), where data decide them.
+
+    Raises KvsimError where a part cannot stand in one of the model's layers.
+    """
+    question = _Question(case, rank_model(case), case.workload, rows)
+    held = question.memory()
+    work = case.workload
+    cache, cross = question.totals(question.groups, "cache"), question.totals(question.groups, "cross")
+    state = question.model.state_bytes(work.batch)
+    hardware = case.hardware
+    reserve = RESERVE_BYTES.get(hardware.kind, GIB) if case.reserve_bytes is None else case.reserve_bytes
+    return Record(
+        case=case,
+        source="predicted",
+        cache_bytes=cache,
+        state_bytes=state,
+        cross_bytes=cross,
+        allocated_bytes=question.totals(question.groups, "cache", allocated=True),
+        full_bytes=question.model.cache_bytes(work.tokens, work.batch, case.value_bits),
+        weights_bytes=held["weights"],
+        total_bytes=held["weights"] + cache + cross + state,
+        peak_bytes=held["peak"],
+        memory=tuple(_waterfall(question, held, reserve)),
+        reserve_bytes=reserve,
+        prefill=Timing.of(tuple(_lines(question, "prefill"))),
+        decode=Timing.of(tuple(_lines(question, "decode"))),
+        buffers_of=lambda: tuple(_buffers(question)),
+        limits_of=lambda: _limits(case, reserve),
+        generation_of=lambda: _generation(case),
+        warnings=tuple(_warnings(question)),
+    )
+
+
+def rank_model(case: Case) -> ModelSpec:
+    """The model as the fullest of the devices holds it."""
+    if case.devices == 1:
+        return case.model
+    from kvsim.engines.parallel import ParallelLayout, rank_model as shard
+
+    return shard(case.model, ParallelLayout(tensor=case.devices))
+
+
+def _waterfall(question: _Question, held: dict[str, Numbers], reserve: int) -> Iterator[tuple[str, Numbers]]:
+    yield "weights", held["weights"]
+    parts: dict[str, Any] = {}
+    for group in question.groups:
+        for b in group.cache.buffers if group.cache else ():
+            name = "keys" if b.name.startswith("k.") else "values" if b.name.startswith("v.") else "bookkeeping"
+            if b.name in ("index", "compressed"):
+                name = b.name
+            parts[name] = parts.get(name, 0) + len(group.indices) * b.bytes * (
+                1 if b.per_model else question.work.batch
+            )
+    yield from ((f"cache: {name}", value) for name, value in parts.items())
+    yield "state and cross-attention", held["constant"]
+    yield "prefill scratch", held["scratch"]
+    yield "activations", held["activations"]
+    yield "runtime reserve", reserve
+
+
+def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator[Line]:
+    """The phase's ops timed, those of one name added up."""
+    case, work, model = question.case, question.work, question.model
+    fmt = weight_format(case.weights or default_weights(model))
+    table = "bf16" if fmt.embedding_bits == 16 else fmt.matmul
+    if phase == "decode":
+        ops = decode_ops(model, question.groups, work.batch, fmt.matmul, case.value_bits)
+        scale: Any = 1.0
+    else:
+        prompt = np.maximum(work.prompt_tokens, 1) if np.ndim(work.prompt_tokens) else max(work.prompt_tokens, 1)
+        groups = question.groups
+        ops = prefill_ops(model, groups, work.batch, prompt, fmt.matmul, case.value_bits, table)
+        scale = (np.asarray(work.prompt_tokens) > 0) * 1.0
+    named: dict[str, list[tuple[Op, cost.Seconds]]] = {}
+    for op in ops:
+        for timed in _timed(case, op):
+            named.setdefault(op.name, []).append((op, timed))
+    if case.devices > 1:
+        named["all-reduce"] = _allreduce(question, work.batch * (1 if phase == "decode" else work.prompt_tokens))
+    for name, pieces in named.items():
+        yield _line(phase, name, pieces, scale)
+
+
+def _timed(case: Case, op: Op) -> Iterable[cost.Seconds]:
+    """One op's time; keys and values in different formats count half in each."""
+    if op.kind == "matmul":
+        return [cost.matmul_seconds(case.hardware, m=op.m, n=op.n, k=op.k, dtype=op.dtype)]
+    times = [
+        cost.kernel_seconds(
+            case.hardware,
+            op.kind,
+            bytes_moved=op.bytes,
+            elements=op.elements,
+            flops=op.flops,
+            blocks=op.blocks,
+            head_dim=op.head_dim,
+            format=f,
+            kernel=case.kernel,
+        )
+        for f in op.formats
+    ]
+    if len(times) == 1:
+        return times
+    share = 1.0 / len(times)
+    return [replace(t, seconds=t.seconds * share) for t in times]
+
+
+def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]]:
+    """Two all-reduces a layer, of one activation row a token."""
+    size = tokens * question.model.hidden_size * 2.0
+    timed = cost.allreduce_seconds(question.case.hardware, bytes=size, ranks=question.case.devices)
+    return [(Op("all-reduce", "elementwise", 2 * question.model.n_layers, bytes=size), timed)]
+
+
+def _line(phase: Literal["prefill", "decode"], name: str, pieces: list[tuple[Op, cost.Seconds]], scale: Any) -> Line:
+    total: dict[str, Any] = dict.fromkeys(("bytes", "flops", "seconds", "low", "high"), 0.0)
+    for op, timed in pieces:
+        size, flops = _bytes_flops(op)
+        for key, value in (
+            ("bytes", size),
+            ("flops", flops),
+            ("seconds", timed.seconds),
+            ("low", timed.low),
+            ("high", timed.high),
+        ):
+            total[key] = total[key] + op.count * value
+    biggest = max(pieces, key=lambda p: float(np.max(p[0].count * np.asarray(p[1].seconds))))[1]
+    return Line(
+        phase,
+        name,
+        total["bytes"] * scale,
+        total["flops"] * scale,
+        total["seconds"] * scale,
+        total["low"] * scale,
+        total["high"] * scale,
+        lambda: biggest.term,
+        "; ".join(dict.fromkeys(t.coefficients for _, t in pieces)),
+    )
+
+
+def _bytes_flops(op: Op) -> tuple[Any, Any]:
+    if op.kind != "matmul":
+        return op.bytes, op.flops
+    from kvsim.kernels import FORMATS
+
+    weight = FORMATS[op.dtype].bits / 8.0
+    return 1.0 * op.n * op.k * weight + 2.0 * op.m * (1.0 * op.k + op.n), 2.0 * op.m * op.n * op.k
+
+
+def _buffers(question: _Question) -> Iterator[HeldBuffer]:
+    batch = question.work.batch
+    found = []
+    for group in question.groups:
+        for prefix, layout in (("", group.cache), ("cross.", group.cross)):
+            for b in layout.buffers if layout else ():
+                many = 1 if b.per_model else batch
+                found += [
+                    HeldBuffer(prefix + b.name, i, (many, b.heads, b.rows, b.width), b.bits, many * b.bytes)
+                    for i in group.indices
+                ]
+    yield from sorted(found, key=lambda b: b.layer)
+
+
+def _warnings(question: _Question) -> Iterator[str]:
+    yield from question.model.warnings
+    yield from dict.fromkeys(g.cache.estimate for g in question.groups if g.cache and g.cache.estimate)
+    if any(p.calibrated for m in (question.case.method,) for p in (m.k.basis, m.v.basis)):
+        yield "a calibrated basis runs only with calibration=FILE; its bytes and time do not depend on the file"
+    if question.model.towers:
+        yield f"weights include {question.model.tower_parameters:,} parameters of vision or audio towers, whose own work is not timed"
+
+
+def _generation(case: Case) -> Numbers:
+    """All K decode steps: exact up to 16 of them, else Gauss-Legendre over the steps (smooth but for tails)."""
+    work = case.workload
+    if not np.any(work.new_tokens):
+        return 0.0 * np.asarray(work.tokens)[()]
+    if np.ndim(work.new_tokens) == 0 and int(work.new_tokens) <= 16:
+        steps = [(k, 1.0) for k in range(1, int(work.new_tokens) + 1)]
+    else:
+        nodes, shares = np.polynomial.legendre.leggauss(8)
+        steps = [
+            (np.maximum(1, np.rint((x + 1) / 2 * work.new_tokens + 0.5)).astype(np.int64), s / 2 * work.new_tokens)
+            for x, s in zip(nodes, shares, strict=True)
+        ]
+    total: Any = 0.0
+    for k, share in steps:
+        at = replace(work, new_tokens=np.minimum(k, work.new_tokens))
+        total = total + share * Timing.of(tuple(_lines(_Question(case, rank_model(case), at), "decode"))).seconds
+    return total
+
+
+def _limits(case: Case, reserve: int) -> tuple[Numbers, Numbers]:
+    """Largest context at this batch and largest batch at this length, by bisection over whole arrays of candidates."""
+    model, work = rank_model(case), case.workload
+    room = case.hardware.capacity_bytes - reserve
+    top = smallest(case.model.max_context or MAX_TOKENS, MAX_TOKENS)
+
+    def context_fits(tokens: Any) -> Any:
+        new = np.minimum(work.new_tokens, tokens)
+        return (
+            _Question(case, model, replace(work, prompt_tokens=tokens - new, new_tokens=new)).memory()["peak"] <= room
+        )
+
+    def batch_fits(batch: Any) -> Any:
+        return _Question(case, model, replace(work, batch=np.maximum(batch, 1))).memory()["peak"] <= room
+
+    return _last(context_fits, top, work.shape), _last(batch_fits, 2**24, work.shape)
+
+
+def _last(fits: Any, top: int, shape: tuple[int, ...]) -> Numbers:
+    """The largest count up to `top` that fits, 0 where not even 1 does; `fits` falls from true to false once."""
+    low = np.zeros(shape, np.int64)
+    high = np.full(shape, top + 1, np.int64)
+    fan = 64 if not shape else 1
+    while np.any(high - low > 1):
+        step = np.arange(1, fan + 1).reshape((fan,) + (1,) * len(shape))
+        points = low + np.maximum(1, (high - low) * step // (fan + 1))
+        points = np.minimum(points, np.maximum(high - 1, low))
+        good = fits(points if shape else points.ravel()).reshape(points.shape) & (points > low) | (points == low)
+        low = np.max(np.where(good, points, low), axis=0)
+        high = np.min(np.where(good, high, np.maximum(points, low + 1)), axis=0)
+    return int(low) if not shape else low

@@ -1,0 +1,309 @@
+"""The question (Case) and the answer (Record), the same type whether predicted or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.hardware import HardwareProfile
+from kvsim.method import Method
+from kvsim.model import DTYPE_BITS, ModelSpec
+from kvsim.weights import default_weights, weight_format
+from kvsim.workload import Count, Workload, whole
+
+Numbers = Any
+"""An int or float, or an array of the workload's shape."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A question: this model on this device with this method for this workload.
+
+    Args:
+        weights: format of the weights (`bf16`, `fp8`, `int4`, `q4_k_m` ...); empty: the model's dtype.
+        kv_dtype: full precision of the cache; empty: the model's dtype.
+        devices: how many of the device, used with tensor parallelism; bytes are those of the fullest one.
+        reserve_bytes: memory that the runtime keeps for itself on a device; None: by the kind of device.
+        kernel: attention kernel family whose coefficients to use; None: the device's default.
+    """
+
+    model: ModelSpec
+    hardware: HardwareProfile
+    method: Method
+    workload: Workload
+    weights: str = ""
+    kv_dtype: str = ""
+    devices: int = 1
+    reserve_bytes: int | None = None
+    kernel: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("model", ModelSpec),
+            ("hardware", HardwareProfile),
+            ("method", Method),
+            ("workload", Workload),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise KvsimError(f"case: {name} is a {kind.__name__}, got {shown(getattr(self, name))}")
+        weight_format(self.weights or default_weights(self.model))
+        if self.kv_dtype and self.kv_dtype not in DTYPE_BITS:
+            raise KvsimError(
+                f"kv dtype {shown(self.kv_dtype)} is not one of {', '.join(DTYPE_BITS)}{did_you_mean(self.kv_dtype, DTYPE_BITS)}"
+            )
+        whole(self.devices, "devices", low=1, high=2**16)
+        if self.reserve_bytes is not None:
+            whole(self.reserve_bytes, "reserve bytes")
+        limit, asked = self.model.max_context, np.max(self.workload.tokens)
+        if limit and asked > limit:
+            raise KvsimError(
+                f"{asked} tokens are more than {self.model.name}'s context of {limit}; shorten the prompt or the new tokens"
+            )
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of a full-precision cached value."""
+        return DTYPE_BITS[self.kv_dtype or self.model.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One piece of work: all its bytes, flops and seconds in one phase, and the term that dominates."""
+
+    phase: Literal["prefill", "decode"]
+    name: str
+    bytes: Numbers
+    flops: Numbers
+    seconds: Numbers
+    low: Numbers
+    high: Numbers
+    find_term: Callable[[], Any] = field(repr=False)
+    coefficients: str = ""
+
+    @property
+    def term(self) -> Any:
+        """What dominates: memory, conversion, compute, launch, waves."""
+        return self.find_term()
+
+    def row(self) -> dict[str, Any]:
+        """The line as JSON has it."""
+        return {
+            "phase": self.phase,
+            "name": self.name,
+            "bytes": plain(self.bytes, whole_numbers=True),
+            "flops": plain(self.flops),
+            "seconds": plain(self.seconds),
+            "low": plain(self.low),
+            "high": plain(self.high),
+            "term": plain(self.term),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """Seconds of a phase: the sum of its lines, the ends of a 90% interval, and `line: term` of the largest line."""
+
+    lines: tuple[Line, ...]
+    seconds: Numbers
+    low: Numbers
+    high: Numbers
+
+    @classmethod
+    def of(cls, lines: tuple[Line, ...]) -> Timing:
+        """Sum lines; errors of different lines are independent, so the half-widths add in squares."""
+        total = sum(line.seconds for line in lines)
+        below = np.sqrt(sum((line.seconds - line.low) ** 2 for line in lines))
+        above = np.sqrt(sum((line.high - line.seconds) ** 2 for line in lines))
+        return cls(lines, total, total - below, total + above)
+
+    @property
+    def dominant(self) -> Any:
+        """`name (term)` of the line that takes most of the time."""
+        if not self.lines:
+            return "nothing"
+        stacked = np.stack(np.broadcast_arrays(*(np.asarray(line.seconds, float) for line in self.lines)))
+        which = np.argmax(stacked, axis=0)
+        names = np.array(
+            [
+                np.broadcast_to(
+                    np.char.add(np.char.add(f"{line.name} (", np.asarray(line.term, str)), ")"), which.shape
+                )
+                for line in self.lines
+            ]
+        )
+        found = np.take_along_axis(names, which[None], axis=0)[0] if which.ndim else names[int(which)]
+        return str(found) if np.ndim(found) == 0 else found
+
+    def to_json(self) -> dict[str, Any]:
+        """The four fields of a phase."""
+        return {
+            "seconds": plain(self.seconds),
+            "low": plain(self.low),
+            "high": plain(self.high),
+            "dominant": plain(self.dominant),
+        }
+
+
+@dataclass(frozen=True)
+class HeldBuffer:
+    """A stored tensor of one layer: its full shape [batch or 1, heads, rows, width] and bytes."""
+
+    name: str
+    layer: int
+    shape: tuple[Numbers, ...]
+    bits: int
+    bytes: Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The answer. Bytes are per device; arrays have the workload's broadcast shape."""
+
+    case: Case
+    source: Literal["predicted", "measured"]
+    cache_bytes: Numbers
+    allocated_bytes: Numbers
+    state_bytes: Numbers
+    cross_bytes: Numbers
+    full_bytes: Numbers
+    weights_bytes: int
+    total_bytes: Numbers
+    peak_bytes: Numbers
+    memory: tuple[tuple[str, Numbers], ...]
+    prefill: Timing
+    decode: Timing
+    buffers_of: Callable[[], tuple[HeldBuffer, ...]] = field(repr=False)
+    limits_of: Callable[[], tuple[Numbers, Numbers]] = field(repr=False)
+    generation_of: Callable[[], Numbers] = field(repr=False)
+    reserve_bytes: int = 0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Every line of both phases."""
+        return self.prefill.lines + self.decode.lines
+
+    @property
+    def fits(self) -> Any:
+        """Whether the peak and the reserve stay within the device's capacity."""
+        found = self.short_by_bytes <= 0
+        return bool(found) if np.ndim(found) == 0 else found
+
+    @property
+    def short_by_bytes(self) -> Numbers:
+        """Bytes by which peak and reserve exceed the capacity; negative: bytes left."""
+        return self.peak_bytes + self.reserve_bytes - self.case.hardware.capacity_bytes
+
+    @cached_property
+    def limits(self) -> tuple[Numbers, Numbers]:
+        """(largest context, largest batch) that fit with everything else as asked; 0 where none does."""
+        return self.limits_of()
+
+    @property
+    def max_context(self) -> Numbers:
+        """Most tokens (prompt and new) a sequence may have at this batch, at most the model's context."""
+        return self.limits[0]
+
+    @property
+    def max_batch(self) -> Numbers:
+        """Most sequences that fit at this length."""
+        return self.limits[1]
+
+    @cached_property
+    def generation_seconds(self) -> Numbers:
+        """Seconds of all K decode steps, T+1 to N; 0 where no new tokens are asked."""
+        return self.generation_of()
+
+    @cached_property
+    def buffers(self) -> tuple[HeldBuffer, ...]:
+        """Every stored tensor, layer by layer."""
+        return self.buffers_of()
+
+    @property
+    def coefficients(self) -> str:
+        """Which calibrated coefficients the times rest on."""
+        return "; ".join(dict.fromkeys(line.coefficients for line in self.lines if line.coefficients))
+
+    @property
+    def compression(self) -> Numbers:
+        """Uncompressed cache bytes over this method's."""
+        return np.where(np.asarray(self.cache_bytes) > 0, self.full_bytes / np.maximum(self.cache_bytes, 1), 1.0)[()]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines as plain dicts, for a DataFrame."""
+        return [line.row() for line in self.lines]
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as `kvsim predict --json` prints it."""
+        return {
+            "case": case_json(self.case),
+            "source": self.source,
+            **{
+                k: plain(getattr(self, k), whole_numbers=True)
+                for k in (
+                    "cache_bytes",
+                    "peak_bytes",
+                    "weights_bytes",
+                    "total_bytes",
+                    "allocated_bytes",
+                    "state_bytes",
+                    "cross_bytes",
+                    "max_context",
+                    "max_batch",
+                    "reserve_bytes",
+                )
+            },
+            "fits": plain(self.fits),
+            "prefill": self.prefill.to_json(),
+            "decode": self.decode.to_json(),
+            "generation_seconds": plain(self.generation_seconds),
+            "lines": self.rows(),
+            "memory": [{"name": name, "bytes": plain(value, whole_numbers=True)} for name, value in self.memory],
+            "buffers": [
+                {
+                    "name": b.name,
+                    "layer": b.layer,
+                    "shape": [plain(x) for x in b.shape],
+                    "bits": b.bits,
+                    "bytes": plain(b.bytes, whole_numbers=True),
+                }
+                for b in self.buffers
+            ],
+            "coefficients": self.coefficients,
+            "warnings": list(self.warnings),
+        }
+
+
+def case_json(case: Case) -> dict[str, Any]:
+    """The question in names and numbers."""
+    work = case.workload
+    return {
+        "model": case.model.name,
+        "device": case.hardware.name,
+        "devices": case.devices,
+        "method": str(case.method),
+        "batch": plain(work.batch),
+        "prompt_tokens": plain(work.prompt_tokens),
+        "new_tokens": plain(work.new_tokens),
+        "weights": case.weights or default_weights(case.model),
+        "kv_dtype": case.kv_dtype or case.model.dtype,
+    }
+
+
+def plain(value: Any, whole_numbers: bool = False) -> Any:
+    """numpy to JSON's own types; whole numbers stay exact."""
+    if isinstance(value, np.ndarray | np.generic):
+        if whole_numbers and value.dtype.kind == "f":
+            value = np.rint(value).astype(np.int64)
+        return value.tolist()
+    return round(value) if whole_numbers and isinstance(value, float) else value
+
+
+def as_count(value: Any) -> Count:
+    """A numpy scalar as int, an array as it is."""
+    return int(value) if np.ndim(value) == 0 else value

@@ -1,0 +1,325 @@
+"""The work of one prefill or one decode step as kernel-sized pieces: bytes, values and arithmetic, not yet time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from kvsim.layout import Layout, Side, largest, smallest
+from kvsim.model import Attention, Layer, Matrix, ModelSpec
+from kvsim.parts import Work
+
+SMALL_KERNELS = 5
+"""Kernels of a layer that only stream activations: two norms, rotation and cache write, activation, residual."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kernel, run `count` times in a phase. Matrix products have m, n, k; the others bytes, elements, flops, blocks."""
+
+    name: str
+    kind: Literal["matmul", "decode", "prefill", "elementwise"]
+    count: int = 1
+    bytes: Any = 0.0
+    flops: Any = 0.0
+    elements: Any = 0.0
+    blocks: Any = 1.0
+    head_dim: int = 128
+    formats: tuple[str, ...] = ("bf16",)
+    m: Any = 1
+    n: Any = 1
+    k: int = 1
+    dtype: str = "bf16"
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that are alike, with what they hold."""
+
+    layer: Layer
+    indices: tuple[int, ...]
+    cache: Layout | None
+    cross: Layout | None
+    reads: Layout | None
+    """What attention reads: the layer's own cache, or for a shared layer that of the layer it shares with."""
+
+
+def matmul_op(matrix: Matrix, tokens: Any, count: int, dtype: str) -> Op:
+    """A weight product for `tokens` tokens; routed experts become one product over the experts that are hit.
+
+    Of E experts with k chosen, `tokens` tokens hit E (1 - (1 - k/E)^tokens) under uniform routing.
+    """
+    if not matrix.routed:
+        return Op(
+            matrix.name,
+            "matmul",
+            count * matrix.copies,
+            m=tokens,
+            n=matrix.out_features,
+            k=matrix.in_features,
+            dtype=dtype,
+        )
+    share = min(matrix.active / matrix.copies, 1 - 1e-12)
+    hit = matrix.copies * -np.expm1(np.asarray(tokens, float) * np.log1p(-share))
+    hit = np.maximum(hit, 1.0)
+    m = np.maximum(1, np.rint(tokens * matrix.active / hit)).astype(np.int64)[()]
+    n = np.maximum(1, np.rint(matrix.out_features * hit)).astype(np.int64)[()]
+    return Op(matrix.name, "matmul", count, m=m, n=n, k=matrix.in_features, dtype=dtype)
+
+
+def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtype: str) -> Iterator[Op]:
+    """Every layer's matrix products for `tokens` tokens in one pass, and the small kernels between them."""
+    for group in groups:
+        count = len(group.indices)
+        for matrix in group.layer.matrices:
+            yield matmul_op(matrix, tokens, count, dtype)
+        values = 6 * model.hidden_size + sum(m.out_features * m.active for m in group.layer.matrices)
+        yield Op(
+            "norms, rotation, activation",
+            "elementwise",
+            SMALL_KERNELS * count,
+            bytes=tokens * (2.0 * values / SMALL_KERNELS),
+        )
+
+
+def head(model: ModelSpec, rows: Any, dtype: str) -> Iterator[Op]:
+    """The output projection, for the rows that are sampled from."""
+    if model.head is not None:
+        yield Op("head", "matmul", m=rows, n=model.head.out_features, k=model.head.in_features, dtype=dtype)
+
+
+def decode_ops(
+    model: ModelSpec, groups: tuple[LayerGroup, ...], batch: Any, dtype: str, value_bits: int
+) -> Iterator[Op]:
+    """One step of the whole batch: the step that writes row N."""
+    yield from products(model, groups, batch, dtype)
+    for group in groups:
+        count = len(group.indices)
+        for layout, name in ((group.reads, "attention"), (group.cross, "cross-attention")):
+            if layout is not None:
+                yield _attend(layout, batch, count, name, value_bits)
+        if group.cache is not None:
+            yield from _step_work(group.cache, batch, count)
+        yield from _state_op(group, batch, count, 1)
+    yield from head(model, batch, dtype)
+
+
+def prefill_ops(
+    model: ModelSpec,
+    groups: tuple[LayerGroup, ...],
+    batch: Any,
+    prompt: Any,
+    dtype: str,
+    value_bits: int,
+    head_dtype: str,
+) -> Iterator[Op]:
+    """The whole prompt in one pass; the head sees the last token of each sequence."""
+    yield from products(model, groups, batch * prompt, dtype)
+    for group in groups:
+        count = len(group.indices)
+        if group.layer.attention is not None:
+            yield _prefill_attention(group, batch, prompt, count, value_bits)
+        if group.cross is not None:
+            yield _cross_prefill(group.cross, batch, prompt, count, value_bits)
+        if group.cache is not None:
+            yield from _compress_work(group.cache, batch, prompt, count, value_bits)
+        yield from _state_op(group, batch, count, prompt)
+    yield from head(model, batch, head_dtype)
+
+
+def native(value_bits: int) -> str:
+    """The kernel format of full-precision rows."""
+    return "fp32" if value_bits >= 32 else "fp8" if value_bits == 8 else "bf16"
+
+
+def _format_name(side: Side, value_bits: int) -> str:
+    from kvsim.kernels import FORMATS
+
+    form = side.chain.format
+    if form.name == "full":
+        return native(value_bits)
+    return form.kernel_format if form.kernel_format in FORMATS else form.conversion
+
+
+def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) -> Op:
+    """Attention of one new token: the bytes of attended rows, their values, and the basis's arithmetic."""
+    attention, rows = layout.attention, layout.rows
+    attended = rows.attended
+    if attention.selected and attention.kind not in ("csa", "hca"):
+        attended = smallest(attended, attention.selected)
+    share = attended / np.maximum(rows.stored, 1)
+    moved: Any = 4.0 * batch * attention.n_heads * max(attention.qk_dim, attention.out_dim)
+    flops: Any = 0.0
+    elements: Any = 0.0
+    read = smallest(share, 1.0)
+    for side in layout.sides:
+        for b in side.buffers:
+            part = b.bytes * (read if b.rows_per_unit else 1.0)
+            moved = moved + (part if b.per_model else batch * part)
+        elements = elements + batch * side.latent.heads * attended * float(side.latent.width)
+        flops = flops + batch * (
+            2.0 * attention.n_heads * attended * side.place.width + side.chain.basis.attend_flops(attended, side.place)
+        )
+        for fix in side.chain.corrections:
+            flops = flops + batch * side.latent.heads * attended * fix.read_flops(side.latent)
+    if attention.kind == "mla":
+        flops = flops + 2.0 * batch * attention.n_heads * attended * attention.k_dim
+    for b in layout.plain_buffers:
+        chosen = (
+            smallest(1.0, attention.selected / np.maximum(b.rows, 1))
+            if b.name == "compressed" and attention.selected
+            else 1.0
+        )
+        moved = moved + batch * b.bytes * chosen
+    formats = tuple(dict.fromkeys(_format_name(s, value_bits) for s in layout.sides))
+    return Op(
+        name,
+        "decode",
+        count,
+        bytes=moved,
+        flops=flops,
+        elements=elements,
+        blocks=1.0 * batch * attention.n_kv_heads,
+        head_dim=min(attention.qk_dim, 256),
+        formats=formats,
+    )
+
+
+def _pairs(attention: Attention, prompt: Any) -> Any:
+    """Query-key pairs of a causal pass over the prompt, windows and selections included."""
+    window = attention.window or attention.selected
+    if attention.kind == "cross":
+        return 1.0 * prompt * attention.cross_tokens
+    whole = 0.5 * prompt * (prompt + 1.0)
+    if not window:
+        return whole
+    seen = smallest(prompt, window)
+    pairs = prompt * 1.0 * seen - 0.5 * seen * (seen - 1.0)
+    if attention.kind in ("csa", "hca"):
+        pairs = pairs + whole / attention.compress
+    return pairs
+
+
+def _prefill_attention(group: LayerGroup, batch: Any, prompt: Any, count: int, value_bits: int) -> Op:
+    attention = group.layer.attention
+    assert attention is not None
+    size = value_bits / 8.0
+    kv = attention.n_kv_heads * (attention.k_dim + attention.v_dim)
+    moved = batch * prompt * size * (kv + attention.n_heads * (attention.qk_dim + attention.out_dim))
+    flops = 2.0 * batch * attention.n_heads * (attention.qk_dim + attention.out_dim) * _pairs(attention, prompt)
+    formats: tuple[str, ...] = (native(value_bits),)
+    if group.cache is not None and group.cache.method.protocol == "on_write":
+        formats = tuple(dict.fromkeys(_format_name(s, value_bits) for s in group.cache.sides))
+    return Op(
+        "attention",
+        "prefill",
+        count,
+        bytes=moved,
+        flops=flops,
+        elements=1.0 * batch * prompt * kv,
+        formats=formats,
+        blocks=1.0 * batch * attention.n_heads * -(-prompt // 128),
+        head_dim=min(attention.qk_dim, 256),
+    )
+
+
+def _cross_prefill(layout: Layout, batch: Any, prompt: Any, count: int, value_bits: int) -> Op:
+    a = layout.attention
+    moved = batch * (layout.bytes(1) + prompt * (value_bits / 8.0) * a.n_heads * (a.qk_dim + a.out_dim))
+    return Op(
+        "cross-attention",
+        "prefill",
+        count,
+        bytes=moved,
+        head_dim=min(a.qk_dim, 256),
+        formats=(native(value_bits),),
+        flops=2.0 * batch * a.n_heads * (a.qk_dim + a.out_dim) * _pairs(a, prompt),
+        blocks=1.0 * batch * a.n_heads * -(-prompt // 128),
+    )
+
+
+def _state_op(group: LayerGroup, batch: Any, count: int, tokens: Any) -> Iterator[Op]:
+    """Recurrent and convolution states: read and written once a pass, about 6 flops per value and token."""
+    held = sum(s.bytes for s in group.layer.states)
+    if held:
+        values = sum(s.bytes * 8 // s.bits for s in group.layer.states)
+        yield Op("state update", "elementwise", count, bytes=2.0 * batch * held, flops=6.0 * batch * tokens * values)
+
+
+def _work_op(name: str, work: Work, batch: Any, count: int) -> Iterator[Op]:
+    if work:
+        yield Op(
+            name, "elementwise", count, bytes=batch * (work.read_bytes + work.write_bytes), flops=batch * work.flops
+        )
+
+
+def _step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
+    """Writing one compressed row, and what the policy does at each step."""
+    work = Work()
+    for side in layout.sides:
+        if side.chain.is_full:
+            continue
+        values = side.latent.heads * side.latent.width
+        encode = side.chain.format.encode_flops + sum(c.encode_flops for c in side.chain.corrections)
+        moved = values * side.latent.value_bits / 8
+        work = work + side.chain.basis.write_work(side.place) + Work(encode * values, moved, moved)
+    yield from _work_op("compress and append", work, batch, count)
+    yield from _work_op(
+        f"{layout.method.tokens.name} step", layout.method.tokens.step_work(layout.rows, _keys(layout)), batch, count
+    )
+
+
+def _compress_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits: int) -> Iterator[Op]:
+    """Choosing rows, fitting a basis and encoding when the prompt ends."""
+    policy = layout.method.tokens
+    yield from _work_op(f"{policy.name} selection", policy.prompt_work(prompt, _keys(layout)), batch, count)
+    work = Work()
+    kept = layout.rows.prompt
+    for side in layout.sides:
+        if side.chain.is_full:
+            continue
+        values = 1.0 * kept * side.latent.heads * side.latent.width
+        encode = side.chain.format.encode_flops + sum(c.encode_flops for c in side.chain.corrections)
+        read = 1.0 * kept * side.place.heads * side.place.width * value_bits / 8
+        written = sum((b.bytes for b in side.buffers if not b.per_model), start=0)
+        work = (
+            work
+            + side.chain.basis.fit_work(kept, side.place)
+            + Work(encode * values, read, smallest(1.0 * written, read))
+        )
+    yield from _work_op("compress", work, batch, count)
+
+
+def _keys(layout: Layout) -> Any:
+    return layout.sides[0].place
+
+
+def reading(layer: Layer) -> Layer:
+    """For a layer that shares another's cache: the layer as if it held those rows itself."""
+    a = layer.attention
+    if a is None or a.kind != "shared":
+        return layer
+    return replace(layer, attention=replace(a, kind="sliding" if a.window else "full"))
+
+
+def activation_values(model: ModelSpec) -> float:
+    """Values alive for one token inside the widest layer: residual stream, inputs and outputs of its products."""
+    widest = max((sum(m.out_features * m.active for m in layer.matrices) for layer, _ in model.groups), default=0.0)
+    return 3.0 * model.hidden_size + widest
+
+
+def largest_layer(groups: tuple[LayerGroup, ...], prompt: Any, batch: Any, value_bits: int) -> Any:
+    """Bytes of the largest layer in full precision at the end of the prompt, where a method compresses it afterwards."""
+    most: Any = 0
+    for group in groups:
+        layout = group.cache
+        if layout is None or (layout.method.is_full and layout.method.protocol == "after_prefill"):
+            continue
+        if layout.method.protocol == "after_prefill":
+            rows = layout.attention.rows(prompt)
+            width = sum(s.place.heads * -(-s.place.width * value_bits // 8) for s in layout.sides)
+            most = largest(most, batch * rows * width)
+    return most
