@@ -28,7 +28,9 @@ class Memory:
     """What one device holds, in bytes, except where an engine's split says otherwise in `caches`.
 
     `kv_bytes` counts every growing cache (indexer and draft layers too); `k_bytes` and `v_bytes` the attention's own
-    two sides. `state_bytes` is recurrent state, not in kv_bytes. `tokens` and `max_concurrency` are the server's.
+    two sides. `state_bytes` is recurrent state, not in kv_bytes; `states` its parts where the engine shows them.
+    `tokens` and `max_concurrency` are the server's.
+    `refused`: why the engine would not start with these flags although the figures can be told (the pool is too small).
     """
 
     engine: str
@@ -37,13 +39,16 @@ class Memory:
     v_bytes: int | None = None
     caches: tuple[Cache, ...] = ()
     state_bytes: int | None = None
+    states: tuple[Cache, ...] = ()
     tokens: int | None = None
     blocks: int | None = None
     block_tokens: int | None = None
     max_concurrency: float | None = None
     warnings: tuple[str, ...] = ()
+    refused: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, the fields of `kvsim memory --json`."""
         found = asdict(self)
-        return found | {"caches": list(found["caches"]), "warnings": list(self.warnings)}
+        lists = {"caches": list(found["caches"]), "states": list(found["states"]), "warnings": list(self.warnings)}
+        return found | lists
