@@ -1,0 +1,91 @@
+"""Which engine or library runs which part of a method, and how to ask for it there (data/engines/support.toml)."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from kvsim.errors import KvsimError, did_you_mean
+from kvsim.method import Method, parse_method
+from kvsim.parts import Format
+
+FULL_ROW = 128
+"""Group from which a row of the usual head dims has one scale, as engines' per-token formats do."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """One place where a part runs: what to type there, how it differs from the part here, and who says so."""
+
+    part: str
+    where: str
+    how: str
+    differs: str
+    source: str
+
+
+def support(name: str) -> tuple[Support, ...]:
+    """Where a part, or each part of a preset or written method, runs outside this project; () where none is known."""
+    table = _table()
+    wanted = {name} if any(row["name"] == name for row in table["part"]) else _part_names(name)
+    return tuple(
+        Support(row["name"], table["engines"][row["where"]]["label"], row["how"], row.get("differs", ""),
+                table["engines"][row["where"]]["source"])
+        for row in table["part"] if row["name"] in wanted
+    )  # fmt: skip
+
+
+def realised_format(engine: str, method: Method | str) -> str:
+    """The engine's own dtype word for a method; KvsimError naming the part that it cannot run.
+
+    Only whole-model formats exist in servers: no token policy, no basis, no corrections, no clauses by layer.
+    """
+    chosen = parse_method(method)
+    about = _table()["engines"].get(engine)
+    if about is None or "formats" not in about:
+        raise KvsimError(f"no format table for engine {engine!r}{did_you_mean(engine, _table()['engines'])}")
+    label: str = about["label"]
+    if chosen.clauses:
+        where = chosen.clauses[0].layers.text
+        raise KvsimError(f"{label} stores all layers in one format: the clause for layers={where} cannot be run")
+    if chosen.tokens.name != "keep":
+        raise KvsimError(f"{label} cannot run {chosen.tokens.name}: {about['tokens']}")
+    for chain in (chosen.k, chosen.v):
+        if chain.basis.name != "identity":
+            raise KvsimError(f"{label} cannot run {chain.basis.name}: {about['basis']}")
+        if chain.corrections:
+            raise KvsimError(f"{label} cannot run {chain.corrections[0].name}: {about['correction']}")
+    k, v = format_key(chosen.k.format), format_key(chosen.v.format)
+    known: dict[str, str] = about["formats"]
+    word = known.get(k if k == v else f"{k}|{v}")
+    if word is None:
+        raise KvsimError(f"{label} cannot store keys as {chosen.k.format} with values as {chosen.v.format}; "
+                         f"its formats: {', '.join(known.values())}")
+    return word
+
+
+def format_key(part: Format) -> str:
+    """The word by which the table knows a format: its name, and what tells it from others of that name."""
+    name = part.name
+    if name == "float8":
+        return f"float8-{getattr(part, 'kind', 'e4m3')}"
+    if name == "int":
+        group = getattr(part, "group", None)
+        row = getattr(part, "axis", "") == "token" and group is not None and group >= FULL_ROW
+        return f"int{getattr(part, 'bits', 0)}-{'row' if row else 'grouped'}"
+    if name == "rotated":
+        return f"rotated{getattr(part, 'bits', 0)}"
+    return name
+
+
+def _part_names(name: str) -> set[str]:
+    method = parse_method(name)
+    return {part.name for part in method.parts()} or {"full"}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(files("kvsim").joinpath("data/engines/support.toml").read_text(encoding="utf-8"))
