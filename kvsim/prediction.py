@@ -16,7 +16,7 @@ from kvsim.model import ModelSpec
 from kvsim.parts import Rows
 from kvsim.record import Case, HeldBuffer, Line, Numbers, Record, Timing, as_count
 from kvsim.weights import default_weights, weight_format, weights_bytes
-from kvsim.work import LayerGroup, Op, activation_values, decode_ops, largest_layer, native, prefill_ops, reading
+from kvsim.work import LayerGroup, Op, activation_values, decode_ops, largest_layer, prefill_ops, reading
 from kvsim.workload import Count, Workload
 
 GIB = 2**30
@@ -211,19 +211,19 @@ def _timed(case: Case, op: Op) -> Iterable[cost.Seconds]:
     """One op's time; keys and values in different formats count half in each."""
     if op.kind == "matmul":
         return [cost.matmul_seconds(case.hardware, m=op.m, n=op.n, k=op.k, dtype=op.dtype)]
+    work = cost.KernelWork(
+        bytes_moved=op.bytes,
+        elements=op.elements,
+        flops=op.flops,
+        blocks=np.maximum(op.blocks, 1.0),
+        rows=op.rows,
+        head_dim=op.head_dim,
+        q_per_kv=max(op.q_per_kv, 1.0),
+        cut=float(op.windowed),
+    )
     times = [
-        cost.kernel_seconds(
-            case.hardware,
-            op.kind,
-            bytes_moved=op.bytes,
-            elements=op.elements,
-            flops=op.flops,
-            blocks=op.blocks,
-            head_dim=op.head_dim,
-            format=f,
-            kernel=case.kernel,
-        )
-        for f in op.formats
+        cost.kernel_seconds(case.hardware, op.kind, work, format=form, conversion=how, kernel=case.kernel)
+        for form, how in op.formats
     ]
     if len(times) == 1:
         return times
@@ -301,6 +301,7 @@ def _generation(case: Case) -> Numbers:
     work = case.workload
     if not np.any(work.new_tokens):
         return 0.0 * np.asarray(work.tokens)[()]
+    steps: list[tuple[Any, Any]]
     if np.ndim(work.new_tokens) == 0 and int(work.new_tokens) <= 16:
         steps = [(k, 1.0) for k in range(1, int(work.new_tokens) + 1)]
     else:

@@ -18,7 +18,11 @@ SMALL_KERNELS = 5
 
 @dataclass(frozen=True)
 class Op:
-    """One kernel, run `count` times in a phase. Matrix products have m, n, k; the others bytes, elements, flops, blocks."""
+    """One kernel, run `count` times in a phase. Matrix products have m, n, k; the others bytes, elements, flops.
+
+    blocks: independent pieces (sequences * KV heads). rows: what one piece walks. formats: (format, conversion) of the
+    stored values, both where keys and values differ.
+    """
 
     name: str
     kind: Literal["matmul", "decode", "prefill", "elementwise"]
@@ -27,8 +31,11 @@ class Op:
     flops: Any = 0.0
     elements: Any = 0.0
     blocks: Any = 1.0
+    rows: Any = 64.0
     head_dim: int = 128
-    formats: tuple[str, ...] = ("bf16",)
+    q_per_kv: float = 1.0
+    windowed: bool = False
+    formats: tuple[tuple[str, str], ...] = (("bf16", "none"),)
     m: Any = 1
     n: Any = 1
     k: int = 1
@@ -130,18 +137,15 @@ def prefill_ops(
     yield from head(model, batch, head_dtype)
 
 
-def native(value_bits: int) -> str:
-    """The kernel format of full-precision rows."""
-    return "fp32" if value_bits >= 32 else "fp8" if value_bits == 8 else "bf16"
+def native(value_bits: int) -> tuple[str, str]:
+    """Format and conversion of full-precision rows."""
+    return ("fp32" if value_bits >= 32 else "fp8" if value_bits == 8 else "bf16"), "none"
 
 
-def _format_name(side: Side, value_bits: int) -> str:
-    from kvsim.kernels import FORMATS
-
-    form = side.chain.format
-    if form.name == "full":
-        return native(value_bits)
-    return form.kernel_format if form.kernel_format in FORMATS else form.conversion
+def _formats(sides: tuple[Side, ...], value_bits: int) -> tuple[tuple[str, str], ...]:
+    full = native(value_bits)
+    forms = (side.chain.format for side in sides)
+    return tuple(dict.fromkeys(full if f.name == "full" else (f.kernel_format, f.conversion) for f in forms))
 
 
 def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) -> Op:
@@ -174,7 +178,6 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
             else 1.0
         )
         moved = moved + batch * b.bytes * chosen
-    formats = tuple(dict.fromkeys(_format_name(s, value_bits) for s in layout.sides))
     return Op(
         name,
         "decode",
@@ -183,8 +186,11 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
         flops=flops,
         elements=elements,
         blocks=1.0 * batch * attention.n_kv_heads,
+        rows=largest(1.0 * attended, 1.0),
         head_dim=min(attention.qk_dim, 256),
-        formats=formats,
+        q_per_kv=attention.n_heads / attention.n_kv_heads,
+        windowed=bool(attention.window),
+        formats=_formats(layout.sides, value_bits),
     )
 
 
@@ -210,9 +216,9 @@ def _prefill_attention(group: LayerGroup, batch: Any, prompt: Any, count: int, v
     kv = attention.n_kv_heads * (attention.k_dim + attention.v_dim)
     moved = batch * prompt * size * (kv + attention.n_heads * (attention.qk_dim + attention.out_dim))
     flops = 2.0 * batch * attention.n_heads * (attention.qk_dim + attention.out_dim) * _pairs(attention, prompt)
-    formats: tuple[str, ...] = (native(value_bits),)
+    formats: tuple[tuple[str, str], ...] = (native(value_bits),)
     if group.cache is not None and group.cache.method.protocol == "on_write":
-        formats = tuple(dict.fromkeys(_format_name(s, value_bits) for s in group.cache.sides))
+        formats = _formats(group.cache.sides, value_bits)
     return Op(
         "attention",
         "prefill",
@@ -222,7 +228,10 @@ def _prefill_attention(group: LayerGroup, batch: Any, prompt: Any, count: int, v
         elements=1.0 * batch * prompt * kv,
         formats=formats,
         blocks=1.0 * batch * attention.n_heads * -(-prompt // 128),
+        rows=largest(1.0 * prompt, 1.0),
         head_dim=min(attention.qk_dim, 256),
+        q_per_kv=attention.n_heads / attention.n_kv_heads,
+        windowed=bool(attention.window),
     )
 
 
