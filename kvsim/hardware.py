@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class HardwareProfile:
         peaks: dense FLOP/s (OP/s for int8) by dtype with FP32 accumulate; a dtype without hardware is not there.
         absent: dtypes for which the device is known to have no matrix unit; what is in neither is unknown.
         last_level_cache_bytes: 0 where there is none or it is not published.
-        units: SMs, CUs or cores. clock_hz: the clock of the peaks (CPU: base clock).
+        units: how many SMs, CUs or cores (`unit_name` says which). clock_hz: the clock of the peaks (CPU: base clock).
         host_link_bytes_per_s, interconnect_bytes_per_s: one direction, all links together.
         topology: switch (any pair gets the full rate), mesh (a pair gets its own links only), pcie (peers use the
             host link), none.
@@ -62,6 +63,7 @@ class HardwareProfile:
     topology: str
     units: int
     clock_hz: float
+    unit_name: str = ""
     last_level_cache_bytes: int = 0
     host_link_bytes_per_s: float | None = None
     interconnect_bytes_per_s: float | None = None
@@ -74,6 +76,16 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     own_coefficients: tuple[Coefficient, ...] = field(default=(), hash=False)
     path: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        needed = {"capacity_bytes": self.capacity_bytes, "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+                  "units": self.units, "clock_hz": self.clock_hz, **{f"peaks.{d}": p for d, p in self.peaks.items()}}
+        for what, value in needed.items():
+            if not (isinstance(value, int | float) and isfinite(value) and value > 0):
+                got = f"must be finite and above zero, got {shown(value)}"
+                raise KvsimError(f"{what} of device {shown(self.name)} {got}")
+        if not self.peaks:
+            raise KvsimError(f"device {shown(self.name)} has no peak for any dtype")
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of `dtype` with FP32 accumulate; KvsimError with the alternatives where there is no figure."""
@@ -118,7 +130,7 @@ def _readable(profile: HardwareProfile) -> list[tuple[str, str, str]]:
         ("bandwidth_bytes_per_s", "bandwidth", 1e9, "GB/s"),
         ("measured_bandwidth_bytes_per_s", "measured bandwidth", 1e9, "GB/s"),
         ("last_level_cache_bytes", "last-level cache", 2**20, "MiB"),
-        ("units", "units", 1, ""),
+        ("units", "units", 1, profile.unit_name),
         ("clock_hz", "clock", 1e6, "MHz"),
         ("host_link_bytes_per_s", "host link", 1e9, "GB/s one way"),
         ("interconnect_bytes_per_s", "interconnect", 1e9, "GB/s one way"),

@@ -98,6 +98,8 @@ def read_fields(table: Mapping[str, Any], where: str) -> dict[str, Any]:
         elif quantity.required:
             unit = EXAMPLE_UNIT[quantity.units]
             problems.append(f"missing field {key!r}: write {key} = {{ value = ..., unit = '{unit}', source = '...' }}")
+    if "units" in fields:
+        fields["unit_name"] = table["units"]["unit"]
     fields["peaks"] = _peaks(table, sources, problems)
     fields["sources"] = sources
     _plausible(fields, problems)

@@ -10,7 +10,8 @@ from kvsim.errors import KvsimError, shown
 
 NOISE = (
     "nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "intel", "apple", "google", "cloud", "aws",
-    "amazon", "blackwell", "generation", "edition", "graphics", "gpu", "processor", "oam", "platinum", "plus",
+    "amazon", "blackwell", "generation", "edition", "graphics", "gpu", "processor", "oam", "platinum", "plus", "dc",
+    "data", "center", "t5000", "ac",
 )  # fmt: skip
 """Words that never tell two devices apart."""
 OPTIONAL = (
@@ -28,6 +29,8 @@ SYNONYMS = (
     (r"\bironwood\b|\btpu ?v7x?\b", "tpu7x"),
     (r"\btrn2\b", "trainium2"),
     (r"\binf2\b", "inferentia2"),
+    (r"\b\d+ cores?\b", " "),
+    (r"\b(h|a|b|l|t|v|gb|gh|mi|gaudi|trainium) (\d)", r"\1\2"),
     (r"(\d) (gb|gib)\b", r"\1\2"),
     (r"(\d)gib\b", r"\1gb"),
 )
@@ -92,9 +95,10 @@ def _cut(query: str, word: str) -> str | None:
 
 
 def _near(query: str, stems: list[str]) -> list[str]:
-    """Up to four stems that share the query's start of words, else the closest in spelling."""
+    """Up to four stems that share most of the query's words, else the closest in spelling."""
     wanted = [w for w in query.split() if w not in NOISE and w not in OPTIONAL and not MEMORY.fullmatch(w)]
-    sharing = [s for s in stems if any(len(w) > 1 and part.startswith(w) for w in wanted for part in s.split("-"))]
-    if sharing:
-        return sharing[:4]
+    shared = {s: sum(len(w) > 1 and any(p.startswith(w) for p in s.split("-")) for w in wanted) for s in stems}
+    most = max(shared.values(), default=0)
+    if most:
+        return [s for s in stems if shared[s] == most][:4]
     return get_close_matches(" ".join(wanted).replace(" ", "-"), stems, n=2, cutoff=0.5)
