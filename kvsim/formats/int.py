@@ -16,8 +16,9 @@ SCALE_BITS = {"fp16": 16, "fp32": 32, "bf16": 16}
 class Int(Quantizer):
     """Per group: s = (max - min) / (2^b - 1), c = round((x - min) / s); symmetric codes are +-(2^(b-1) - 1).
 
-    axis=token groups `group` neighbouring channels of one row (the last group may be shorter); channel groups `group`
-    consecutive rows of one channel; head and layer share one scale over `group` rows of a head, of all heads.
+    axis=token groups `group` neighbouring channels of one row (the last group may be shorter); row takes the whole row
+    of a head, whatever its width; channel groups `group` consecutive rows of one channel; head and layer share one
+    scale over `group` rows of a head, of all heads.
     """
 
     name: ClassVar[str] = "int"
@@ -27,7 +28,7 @@ class Int(Quantizer):
 
     bits: int = setting(4, low=1, high=8, always=True, what="bits a code")
     group: int | None = setting(None, low=1, what="values a group; none means min(64, width)")
-    axis: str = setting("token", choices=("token", "channel", "head", "layer"), what="along what a group runs")
+    axis: str = setting("token", choices=("token", "row", "channel", "head", "layer"), what="along what a group runs")
     symmetric: bool = setting(False, what="no minimum, codes around zero")
     scale_dtype: str = setting("fp16", choices=tuple(SCALE_BITS), what="dtype of scale and minimum")
 
@@ -35,6 +36,8 @@ class Int(Quantizer):
         """A symmetric code needs a sign and a magnitude."""
         if self.symmetric and self.bits < 2:
             raise KvsimError("int: symmetric codes need bits of 2 or more")
+        if self.axis == "row" and self.group is not None:
+            raise KvsimError("int: axis=row has one group a row; leave group away, or use axis=token with it")
         super().check()
 
     @property
@@ -45,7 +48,7 @@ class Int(Quantizer):
     @property
     def unit(self) -> int:
         """Rows that are encoded together."""
-        return 1 if self.axis == "token" else self.rows_together
+        return 1 if self.axis in ("token", "row") else self.rows_together
 
     @property
     def conversion(self) -> Conversion:
@@ -60,24 +63,26 @@ class Int(Quantizer):
     @property
     def row_addressable(self) -> bool:
         """Groups over rows tie rows together."""
-        return self.axis == "token" or self.unit == 1
+        return self.axis in ("token", "row")
 
     def width_group(self, width: int) -> int:
-        """Values of a group along the row."""
-        return min(64, width) if self.group is None else self.group
+        """Values of a group along the row (a row of width 0 has none)."""
+        if self.axis == "row":
+            return max(1, width)
+        return max(1, min(64, width)) if self.group is None else self.group
 
     def check_place(self, place: Place) -> None:
         """A group along the row cannot be longer than the row."""
         super().check_place(place)
-        if self.axis == "token" and self.group is not None and self.group > place.width:
-            raise KvsimError(f"int: group={self.group} is more than the row's width, at {place.where}; use group={place.width} or less")
+        if self.axis == "token" and self.group is not None and place.width and self.group > place.width:
+            raise KvsimError(f"int: group={self.group} is longer than the row, at {place.where}; at most {place.width}")
 
     def buffers(self, rows: Count, blocks: Count, place: Place) -> tuple[Buffer, ...]:
         """Codes row by row; scales and minima by group."""
         found = [Buffer("codes", place.heads, rows, place.width, self.bits)]
         scale = SCALE_BITS[self.scale_dtype]
         for name in ("scale",) if self.symmetric else ("scale", "min"):
-            if self.axis == "token":
+            if self.axis in ("token", "row"):
                 groups = -(-place.width // self.width_group(place.width))
                 found.append(Buffer(name, place.heads, rows, groups, scale))
             else:
