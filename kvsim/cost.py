@@ -139,7 +139,8 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
     return seconds, tuple(parts)
 
 
-def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k: Real, dtype: str) -> tuple[Real, Parts]:
+def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k: Real,
+                 dtype: str) -> tuple[Real, Parts]:
     """Seconds and named terms of y[m, n] = x[m, k] w[n, k]^T with one set of coefficients.
 
         t0 + step_s * k / 1024 + sqrt(memory^2 + compute^2)

@@ -177,7 +177,8 @@ NEAREST = {"none": ("bf16", "fp16"), "cast": ("fp8",), "scale": ("int8", "fp8"),
 def _row_of(rows: list[Coefficient], family: str, format: str, conversion: str) -> tuple[Coefficient, float, float]:
     """The row of a kernel family for a format, or of the nearest format, with rate factor and widening."""
     ranked = sorted(rows, key=lambda c: (c.kernel != family, -_score(family, c.kernel)))
-    exact = next((c for c in ranked if c.format in (format, "*") and (c.kernel == family or conversion != "none")), None)
+    others = conversion != "none"
+    exact = next((c for c in ranked if c.format in (format, "*") and (others or c.kernel == family)), None)
     if exact is not None:
         return exact, 1.0, 0.0
     factor, widen = RATE_OF_CLASS[conversion]

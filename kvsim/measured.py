@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.hardware import HardwareProfile, load_device
 
 MAX_ROWS = 2_000_000
 MAX_LINE = 4096
@@ -19,6 +22,15 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp
 ATTENTION = {"batch": 2**20, "seq": 2**30, "n_heads": 2**16, "n_kv_heads": 2**16, "head_dim": 2**14, "window": 2**30}
 PRODUCT = {"m": 2**30, "n": 2**30, "k": 2**30}
 """Whole-number columns of each kind of table and the largest value that makes sense."""
+
+FULL_NAMES = {"a100_sxm": "a100-sxm-80gb", "a100_pcie": "a100-pcie-80gb", "b60": "arc-pro-b60"}
+"""What the public tables mean by names that leave the memory size or the maker's line out."""
+
+
+@lru_cache(maxsize=256)
+def device_of(gpu: str) -> HardwareProfile:
+    """The device that a table's gpu column names; KvsimError where it is unknown or ambiguous."""
+    return load_device(FULL_NAMES.get(gpu, gpu))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +137,7 @@ def _size(value: str, what: str, least: int, most: int, where: str) -> int:
 
 def _whole_float(value: str) -> float:
     number = float(value)
-    if number != number or number in (float("inf"), float("-inf")) or number != int(number):
+    if not isfinite(number) or number != int(number):
         raise ValueError(value)
     return number
 

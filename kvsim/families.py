@@ -1,0 +1,176 @@
+"""Family files: every measured kernel fitted, families without measurements lent to, and all written as TOML."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvsim.accuracy import log_errors
+from kvsim.coefficients import BOUNDS, FAMILIES, Coefficient
+from kvsim.errors import KvsimError
+from kvsim.fitting import DATE, fit, trusted
+from kvsim.kernels import kernel_family
+from kvsim.lending import CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES
+from kvsim.measured import Table, device_of, read_table
+
+ENGINE_ORDER = ("vllm", "sglang", "trtllm", "*", "")
+REALLY_DIFFERENT = 1.5
+"""Engine versions part where their common fit's median error is this many times that of separate fits."""
+
+
+def _kernel_name(kernel: str, op: str, versioned: bool = False) -> str:
+    engine, version, name = kernel_family(kernel)
+    if op == "matmul":
+        return "*"
+    return f"{engine}{'-' + version if versioned and version else ''}/{name}"
+
+
+def _median_error(table: Table, c: Coefficient) -> float:
+    from kvsim.fitting import predictor
+
+    return float(np.median(np.abs(np.log(predictor(table)(c) / table.seconds))))
+
+
+def _fit_versions(table: Table, kernel: str, format: str, known: dict[str, float]) -> list[Coefficient]:
+    """One set for all engine versions; where they really differ, the newest keeps the name, older ones add theirs."""
+    together = fit(table, kernel, format, known)
+    versions = np.array([kernel_family(str(k))[1] for k in table.kernel])
+    if table.op == "matmul" or len(np.unique(versions)) == 1:
+        return [together]
+    order = sorted(np.unique(versions), key=lambda v: [int(x) for x in v.split(".") if x.isdecimal()])
+    apart = [fit(table.where(versions == v), kernel, format, known) for v in order]
+    separate = np.mean([_median_error(table.where(versions == v), c) for v, c in zip(order, apart, strict=True)])
+    if _median_error(table, together) < REALLY_DIFFERENT * separate:
+        return [together]
+    engine, name = kernel.split("/")
+    older = zip(order[:-1], apart[:-1], strict=True)
+    return [apart[-1], *(replace(c, kernel=f"{engine}-{v}/{name}") for v, c in older)]
+
+
+def fit_family(tables: Iterable[Table], family: str) -> list[Coefficient]:
+    """Every (op, kernel, format) measured on devices of one family, the default kernel of each op first."""
+    found: list[Coefficient] = []
+    for table in tables:
+        mine = table.where(np.array([device_of(str(g)).family == family for g in table.gpu]))
+        mine = mine.where(trusted(mine))
+        names = np.array([_kernel_name(str(k), mine.op) for k in mine.kernel])
+        for name in sorted(np.unique(names), key=lambda n: ENGINE_ORDER.index(str(n).split("/")[0])):
+            known: dict[str, float] = {}
+            formats = np.unique(mine.format[names == name])
+            for format in sorted(formats, key=lambda f: f != "bf16"):
+                rows = mine.where((names == name) & (mine.format == format))
+                new = _fit_versions(rows, str(name), str(format), known)
+                if format == "bf16" and mine.op == "decode":
+                    known = {"bandwidth_share": new[0].bandwidth_share}
+                found += new
+    return found
+
+
+def _elementwise(rows: list[Coefficient]) -> Coefficient:
+    """Element-wise kernels: a product's launch, attention's bandwidth; arithmetic runs off the matrix unit."""
+    decode = next(c for c in rows if c.op == "decode" and c.format == "bf16")
+    product = next(c for c in rows if c.op == "matmul" and c.format == "bf16")
+    return Coefficient("elementwise", "*", "*", product.t0_s, decode.bandwidth_share, 0.03, decode.cache_multiple,
+                       decode.cache_reach, max_splits=1e4, slots=1.0, log_error=(-0.5, 0.0, 0.5),
+                       devices=decode.devices, borrowed=decode.borrowed, date=DATE,
+                       source=f"launch of a product, bandwidth of {decode.kernel}; no rows of its own")
+
+
+def lent(rows: list[Coefficient], lender: str, family: str,
+         spreads: dict[str, tuple[float, float]]) -> list[Coefficient]:
+    """The lender's coefficients for a family without measurements: published shares, wider intervals."""
+    best = max(c.bandwidth_share for c in rows if c.op == "decode")
+    found = []
+    usual = next(c.flops_share for c in rows if c.op == "matmul" and c.format == "bf16")
+    for c in rows:
+        memory = min(1.0, c.bandwidth_share * MEMORY_SHARES[family] / best)
+        product = GEMM_SHARES[family] / usual if c.op == "matmul" and family in GEMM_SHARES else 1.0
+        low, high = spreads.get(c.op, (-0.7, 0.7))
+        found.append(replace(c, bandwidth_share=memory, flops_share=min(1.2, c.flops_share * product), rows=0,
+                             devices=(), borrowed=lender, log_error=(low, 0.0, high)))
+    return found
+
+
+def carried_spreads(tables: Iterable[Table], measured: dict[str, list[Coefficient]]) -> dict[str, tuple[float, float]]:
+    """5 and 95% quantiles of ln(measured / predicted) of each family under each other one's coefficients."""
+    found = {}
+    for table in tables:
+        errors = []
+        for family, rows in measured.items():
+            for other in measured:
+                if other == family or "xe" in (family, other):
+                    continue
+                theirs = table.where(np.array([device_of(str(g)).family == other for g in table.gpu]))
+                if len(theirs) and any(c.op == table.op for c in rows):
+                    errors.append(log_errors(theirs.where(trusted(theirs)), tuple(rows)))
+        low, high = np.quantile(np.concatenate(errors), (0.05, 0.95))
+        found[table.op] = (min(-0.1, float(low)), max(0.1, float(high)))
+    return found
+
+
+def _line(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f'{name} = "{value}"'
+    if name == "log_error":
+        return f"{name} = [{', '.join(f'{v:.3f}' for v in value)}]"
+    if name == "devices":
+        quoted = ", ".join('"' + v + '"' for v in value)
+        return f"{name} = [{quoted}]"
+    if isinstance(value, tuple):
+        return f"{name} = {{ {', '.join(f'{d} = {v:.4g}' for d, v in value)} }}"
+    return f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
+
+
+def written(family: str, rows: list[Coefficient]) -> str:
+    """The family's TOML text; fields at their default are left out."""
+    head = ["# Written by `python -m kvsim.fitting`; edit the measurements, not this file.", f'family = "{family}"']
+    blank = {f.name: f.default for f in fields(Coefficient)}
+    for c in rows:
+        head += ["", "[[coefficients]]"]
+        for name, default in blank.items():
+            value = getattr(c, name)
+            if name in BOUNDS and isinstance(value, float):
+                value = float(f"{value:.4g}")
+            if value != default or name in ("log_error",):
+                head.append(_line(name, value))
+    return "\n".join(head) + "\n"
+
+
+def regenerate(folder: Path, out: Path) -> dict[str, list[Coefficient]]:
+    """Fit every CSV of kernel times in `folder`, lend to the families without, and write one TOML a family."""
+    tables = [read_table(p) for p in sorted(folder.glob("*.csv")) if "serving" not in p.name]
+    tables.sort(key=lambda t: ("decode", "prefill", "matmul").index(t.op))
+    if not tables:
+        raise KvsimError(f"no measured tables (*.csv) in {folder}")
+    have = sorted({device_of(str(g)).family for t in tables for g in np.unique(t.gpu)})
+    measured = {family: fit_family(tables, family) for family in have}
+    measured = {family: [*rows, _elementwise(rows)] for family, rows in measured.items()}
+    spreads = carried_spreads(tables, measured)
+    everything = dict(measured)
+    for family in FAMILIES:
+        if family not in measured:
+            rows = lent(measured[LENDERS[family]], LENDERS[family], family, spreads)
+            everything[family] = CPU(rows) if family == "cpu" else rows
+    out.mkdir(parents=True, exist_ok=True)
+    for family, rows in everything.items():
+        (out / f"{family}.toml").write_text(written(family, rows), encoding="utf-8")
+    return everything
+
+
+def main() -> None:
+    """Command line: fit the tables of a folder and write the family files."""
+    parser = argparse.ArgumentParser(prog="python -m kvsim.fitting", description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="folder of measured CSV files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the family TOMLs")
+    given = parser.parse_args()
+    try:
+        for family, rows in regenerate(given.folder, given.out).items():
+            print(f"{family}: {len(rows)} rows")
+    except KvsimError as error:
+        sys.exit(f"error: {error}")
