@@ -195,5 +195,5 @@ def _build(raw: bytes, where: str, path: str) -> HardwareProfile:
     if "coefficients" in table:
         from kvsim.coefficients import parse_coefficients
 
-        fields["own_coefficients"] = parse_coefficients(table["coefficients"], where)
+        fields["own_coefficients"] = parse_coefficients(table, where)
     return HardwareProfile(**fields, path=path)

@@ -113,7 +113,10 @@ def read_fields(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _unknown(keys: Iterable[str], known: Iterable[str], what: str, problems: list[str]) -> None:
     known = tuple(known)
-    problems += [f"unknown {what} {shown(k)}{did_you_mean(k, known)}" for k in keys if k not in known]
+    for key in keys:
+        if key not in known:  # the nearest name is worth its time only where it will be printed
+            near = did_you_mean(key, known) if len(problems) < MAX_PROBLEMS else ""
+            problems.append(f"unknown {what} {shown(key)}{near}")
 
 
 def _texts(table: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

@@ -261,7 +261,8 @@ def test_ambiguous_names_list_the_choices(said: str, choices: list[str]) -> None
         ("rtx 4070", "rtx-4"), ("rtx 5070", "rtx-5070-ti"), ("l40", "l40s"), ("a10g", "a10"), ("mi300", "mi300x"),
         ("mi300a", "mi300x"), ("h10", "h100"), ("rtx 6000", "rtx-6000-ada"), ("m3-max-64gb", "m3-max-128gb"),
         ("7900 xt", "rx-7900-xtx"), ("3060 8gb", "rtx-3060-12gb"), ("h200 nvl", "h200-sxm"),
-        ("jetson orin nano", "orin"), ("rtx 4080 super", "rtx-4080"), ("rtx4090ti", "rtx-4090"), ("H800", "h"), ("a1000", "a"),
+        ("jetson orin nano", "orin"), ("rtx 4080 super", "rtx-4080"), ("rtx4090ti", "rtx-4090"),
+        ("H800", "h"), ("a1000", "a"),
     ],
 )  # fmt: skip
 def test_a_sibling_is_never_taken_for_the_device(said: str, near: str) -> None:
