@@ -75,6 +75,7 @@ def when(version: str | None) -> date:
     if found:
         year, month, day = (int(x) if x else 0 for x in found.groups())
         try:
+            date(year, month or 12, 1)
             start = date(year + (month or 12) // 12, (month or 12) % 12 + 1, 1)
             return date(year, month, day) if day else start - timedelta(days=1)
         except ValueError:
