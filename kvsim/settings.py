@@ -53,6 +53,11 @@ class Part:
             _check(self, spec, getattr(self, spec.name))
         self.check()
 
+    @property
+    def caution(self) -> str:
+        """Why `fit` never chooses this part unless it was asked for by name; empty where nothing speaks against it."""
+        return ""
+
     def check(self) -> None:
         """Raise KvsimError where settings contradict each other."""
 

@@ -1,0 +1,151 @@
+"""Sweep: predictions over arrays of batches and prompts, as columns for CSV, JSON or a DataFrame."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.errors import KvsimError
+from kvsim.hardware import HardwareProfile
+from kvsim.method import Method, parse_method
+from kvsim.model import ModelSpec
+from kvsim.prediction import predict
+from kvsim.record import Case
+from kvsim.workload import Workload, whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHUNK = 16384
+"""Points predicted at once: their arrays stay in a core's cache, which is faster than one pass over all."""
+
+COLUMNS = (
+    "cache_bytes",
+    "total_bytes",
+    "peak_bytes",
+    "fits",
+    "ttft_s",
+    "ttft_low_s",
+    "ttft_high_s",
+    "tpot_s",
+    "tpot_low_s",
+    "tpot_high_s",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """Totals over a grid: each column has shape [methods, batches, prompts]."""
+
+    model: str
+    device: str
+    methods: tuple[str, ...]
+    batch: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    new_tokens: int
+    columns: dict[str, NDArray[Any]]
+
+    def __len__(self) -> int:
+        return len(self.methods) * self.batch.size * self.prompt_tokens.size
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One dict a point, methods outermost."""
+        for i, method in enumerate(self.methods):
+            for j, batch in enumerate(self.batch.tolist()):
+                for k, prompt in enumerate(self.prompt_tokens.tolist()):
+                    point = {"model": self.model, "device": self.device, "method": method, "batch": batch}
+                    point |= {"prompt_tokens": prompt, "new_tokens": self.new_tokens}
+                    yield point | {name: column[i, j, k].item() for name, column in self.columns.items()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """The points as a pandas DataFrame (pandas must be installed)."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise KvsimError("to_frame needs pandas: pip install pandas") from None
+        return pd.DataFrame(list(self.rows()))
+
+    def write(self, path: str | Path) -> None:
+        """Write to a .csv or .json file, whole or not at all."""
+        target = Path(path)
+        if target.suffix not in (".csv", ".json"):
+            raise KvsimError(f"--out {target.name}: write to a file that ends in .csv or .json")
+        draft = target.with_name(target.name + ".part")
+        try:
+            with draft.open("w", newline="", encoding="utf-8") as out:
+                self._write(out, target.suffix)
+            draft.replace(target)
+        except OSError as problem:
+            draft.unlink(missing_ok=True)
+            raise KvsimError(f"cannot write {target.name}: {problem.strerror or problem}") from None
+
+    def _write(self, out: Any, kind: str) -> None:
+        if kind == ".json":
+            json.dump(list(self.rows()), out)
+            return
+        head = ["model", "device", "method", "batch", "prompt_tokens", "new_tokens", *self.columns]
+        table = csv.DictWriter(out, head)
+        table.writeheader()
+        table.writerows(self.rows())
+
+
+def sweep(
+    model: ModelSpec,
+    device: HardwareProfile,
+    methods: Sequence[str | Method],
+    prompt_tokens: Any,
+    batch: Any = 1,
+    new_tokens: int = 0,
+    **options: Any,
+) -> Sweep:
+    """Predict every combination of method, batch and prompt length.
+
+    Args:
+        methods: written forms or Methods. prompt_tokens, batch: whole numbers or 1-D arrays of them.
+        options: those of Case (weights, kv_dtype, devices, reserve_bytes, kernel).
+
+    Raises KvsimError on a wrong question, before anything is computed.
+    """
+    parsed = [parse_method(m) for m in methods]
+    if not parsed:
+        raise KvsimError("sweep needs at least one method")
+    prompts = np.atleast_1d(np.asarray(whole(prompt_tokens, "prompt tokens")))
+    batches = np.atleast_1d(np.asarray(whole(batch, "batch", low=1)))
+    shape = (len(parsed), batches.size, prompts.size)
+    columns: dict[str, NDArray[Any]] = {
+        c: np.empty(shape, bool if c == "fits" else np.float64 if c.endswith("_s") else np.int64) for c in COLUMNS
+    }
+    wide = max(1, CHUNK // batches.size)
+    for i, method in enumerate(parsed):
+        for start in range(0, prompts.size, wide):
+            some = prompts[start : start + wide]
+            case = Case(model, device, method, Workload(batches[:, None], some[None, :], new_tokens), **options)
+            for name, values in _totals(case).items():
+                columns[name][i, :, start : start + some.size] = values
+    return Sweep(model.name, device.name, tuple(str(m) for m in parsed), batches, prompts, new_tokens, columns)
+
+
+def _totals(case: Case) -> dict[str, Any]:
+    record = predict(case)
+    return {
+        "cache_bytes": record.cache_bytes,
+        "total_bytes": record.total_bytes,
+        "peak_bytes": record.peak_bytes,
+        "fits": record.fits,
+        "ttft_s": record.prefill.seconds,
+        "ttft_low_s": record.prefill.low,
+        "ttft_high_s": record.prefill.high,
+        "tpot_s": record.decode.seconds,
+        "tpot_low_s": record.decode.low,
+        "tpot_high_s": record.decode.high,
+    }
