@@ -70,8 +70,8 @@ class ParallelLayout:
             guessed = model.architecture == "numbers" and attention.n_heads == attention.n_kv_heads
             if attention.n_heads % ranks and not guessed:
                 heads = attention.n_heads
-                raise KvsimError(f"tensor parallel size {ranks} is impossible: total number of attention heads ({heads}) "
-                                 f"must be divisible by it; use one of {_divisors(heads)}")
+                raise KvsimError(f"tensor parallel size {ranks} is impossible: the number of attention heads ({heads})"
+                                 f" must be divisible by it; use one of {_divisors(heads)}")
             if attention.kind != "mla":
                 kv_heads(attention.n_kv_heads, ranks)
         for layer, _ in model.groups:
@@ -204,8 +204,9 @@ class Traffic:
 def allreduce_traffic(model: ModelSpec, layout: ParallelLayout, tokens: int, bits: int = 16) -> Traffic:
     """All-reduces of one step over `tokens` tokens (the whole batch's), hidden * tokens values each.
 
-    One after each mixer and each MLP. Counts the whole depth (pipeline stages follow one another). With data-parallel attention only the MLPs communicate
-    (a gather and a scatter, which move what one all-reduce moves). No traffic at one rank.
+    One after each mixer and each MLP, over the whole depth (pipeline stages follow one another). With data-parallel
+    attention only the MLPs communicate (a gather and a scatter, which move what one all-reduce moves). No traffic at
+    one rank.
     """
     if layout.tensor == 1:
         return Traffic(0, 0, 1)

@@ -15,10 +15,10 @@ from kvsim.model import ModelSpec
 
 GIB = 2**30
 DRIVER_BYTES, DRIVER_SHARE = int(0.36 * GIB), 0.002
-"""What CUDA reports below the driver's capacity, GiB in logs: H100 79.65 -> 79.14, B200 179.06 -> 178.36, T4 15.00 -> 14.56."""
+"""CUDA reports this less than the driver; GiB in logs: H100 79.65 -> 79.14, B200 179.06 -> 178.36, T4 15 -> 14.56."""
 
 SAMPLER_BYTES = (10, 25, 40)
-"""Bytes a logit of the profiled batch: 39 in vLLM 0.6 (Llama 3.1 8B: 1.19 GiB) and 0.8, 40 in 0.29, about 12 in 0.10."""
+"""Bytes a logit of the profiled batch. 39 in vLLM 0.6 (Llama 3.1 8B, 1.19 GiB) and 0.8; 40 in 0.29, 12 in 0.10."""
 
 NON_TORCH_GIB = (0.05, 0.12, 0.5)
 COLLECTIVE_GIB = (0.1, 0.4, 1.5)

@@ -129,8 +129,8 @@ def _needed(plans: list[Plan], setup: Setup, notes: list[str]) -> Memory:
 def _refusal(plans: list[Plan], setup: Setup, blocks: int, sizes: list[int] | None) -> str:
     """Why the engine would not start with this many blocks, in its words; "" when it would."""
     if blocks < 1:
-        return ("vLLM would not start: no available memory for the cache blocks; raise gpu_memory_utilization, use more "
-                "ranks or smaller weights")
+        return ("vLLM would not start: no available memory for the cache blocks; raise gpu_memory_utilization, use "
+                "more ranks or smaller weights")
     need = plans[0].blocks_per_request(setup, setup.max_len) if setup.max_len else 0
     if need <= blocks:
         return ""
@@ -139,7 +139,7 @@ def _refusal(plans: list[Plan], setup: Setup, blocks: int, sizes: list[int] | No
     have = min(sizes) if sizes else blocks * full.block_bytes
     return (f"vLLM would not start: to serve at least one request with max seq len {setup.max_len}, "
             f"{need * full.block_bytes / GIB:.2f} GiB KV cache is needed, larger than the available {have / GIB:.2f} "
-            f"GiB; the estimated maximum model length is {longest}: lower max_model_len or raise gpu_memory_utilization")
+            f"GiB; the estimated maximum model length is {longest}: lower max_model_len, raise gpu_memory_utilization")
 
 
 def _report(plans: list[Plan], setup: Setup, blocks: int, notes: list[str]) -> Memory:
@@ -176,7 +176,7 @@ def _caches(plan: Plan, setup: Setup, blocks: int) -> tuple[Cache, ...]:
         pages = plan.groups[0].pages
         found = []
         for name in ("attention", "indexer", "state"):
-            own = [p for p in pages if name == ("indexer" if p.index else "state" if p.kind == "state" else "attention")]
+            own = [p for p in pages if name == p.shelf]
             if own:
                 k, v = sum(p.k for p in own), sum(p.v for p in own)
                 found.append(Cache(name, blocks * sum(p.bytes for p in own), blocks * own[0].tokens or None, len(own),

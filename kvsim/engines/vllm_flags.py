@@ -105,7 +105,8 @@ def _ssm_bits(model: ModelSpec, asked: str, notes: list[str]) -> int:
     recurrent = [s for x, _ in model.groups for s in x.states if s.name != "conv"]
     if name == "auto" and recurrent:
         notes.append(f"recurrent state taken at {recurrent[0].bits} bits, as the model says: pass "
-                     "mamba_ssm_cache_dtype (float32 for Qwen3.5 and Nemotron 3, bfloat16 for Qwen3-Next and Nemotron Nano v2)")
+                     "mamba_ssm_cache_dtype (float32 for Qwen3.5 and Nemotron 3, bfloat16 for Qwen3-Next and "
+                     "Nemotron Nano v2)")
     return SSM_BITS[name]
 
 

@@ -10,7 +10,8 @@ from kvsim.model import DTYPE_BITS, Attention
 SPELLINGS = {
     "auto": "auto", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "half": "float16",
     "float16": "float16", "fp32": "float32", "float": "float32", "float32": "float32", "fp8": "fp8",
-    "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "fp8_inc": "fp8_inc", "float8_e4m3fn": "fp8_e4m3", "fp8_ds_mla": "fp8_ds_mla", "nvfp4": "nvfp4",
+    "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "fp8_inc": "fp8_inc",
+    "float8_e4m3fn": "fp8_e4m3", "fp8_ds_mla": "fp8_ds_mla", "nvfp4": "nvfp4",
     "nvfp4_4over6": "nvfp4_4over6", "int8_per_token_head": "int8_per_token_head",
     "fp8_per_token_head": "fp8_per_token_head", "int4_per_token_head": "int4_per_token_head",
     "turboquant_k8v4": "turboquant_k8v4", "turboquant_4bit_nc": "turboquant_4bit_nc",

@@ -55,6 +55,11 @@ class Page:
     window: int = 0
     heads: int = 0
 
+    @property
+    def shelf(self) -> str:
+        """Under which name a single group's bytes are told."""
+        return "indexer" if self.index else "state" if self.kind == "state" else "attention"
+
     def blocks(self, setup: Setup, length: int) -> int:
         """Blocks of this layer's group that one request of `length` tokens may come to hold."""
         if self.kind == "state":
@@ -223,8 +228,8 @@ def _common_page(found: list[Page], setup: Setup) -> int:
     size = max(p.bytes for p in found)
     uneven = [p for p in found if p.kind != "state" and size % p.bytes]
     if uneven and not setup.release.pads_pages:
-        raise KvsimError(f"vLLM {setup.release.text} cannot give these layers one page size: {uneven[0].bytes} bytes do "
-                         f"not divide {size}; a newer version pads them (version=0.20 or later)")
+        raise KvsimError(f"vLLM {setup.release.text} cannot give these layers one page size: {uneven[0].bytes} bytes "
+                         f"do not divide {size}; a newer version pads them (version=0.20 or later)")
     return size
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsim.errors import KvsimError, shown
 
 DEFAULT = "0.25"
-"""The newest release whose prints were checked against logs; from 0.26 windows reserve two batches (`Release.batches`)."""
+"""Newest release whose prints were checked against logs; from 0.26 on, windows hold two batches (`Release.batches`)."""
 
 DATES = (
     ("2023-06", (0, 1)), ("2023-09", (0, 2)), ("2024-01", (0, 3)), ("2024-04", (0, 4)), ("2024-06", (0, 5)),
