@@ -110,6 +110,7 @@ def test_vendor_gb_has_no_single_meaning() -> None:
     assert load_device("mi300x").capacity_bytes == 206_141_652_992 == 8 * 25_767_706_624
     assert load_device("mi355x").capacity_bytes == 309_220_868_096
     assert load_device("7900 xtx").capacity_bytes == 25_753_026_560
+    assert load_device("mi250x-gcd").capacity_bytes == 68_702_699_520
     # XLA: 15.75 GiB of TPU v5e's 16, 31.25 of v6e's 32.
     assert load_device("tpu-v5e").capacity_bytes == 15.75 * 2**30
     assert load_device("tpu-v6e").capacity_bytes == 31.25 * 2**30

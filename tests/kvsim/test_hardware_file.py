@@ -172,7 +172,7 @@ def test_a_calibrated_edition_carries_its_own_coefficients(tmp_path: Path) -> No
     path = tmp_path / "device.toml"
     row = """
 [[coefficients]]
-op = "decode_attention"
+op = "decode"
 kernel = "mine/flash"
 format = "bf16"
 t0_s = 5e-6
