@@ -163,5 +163,5 @@ def budget_rows(budget: Budget, tokens: Count) -> Count:
 
     share = Fraction(str(budget))
     if share.denominator > 10**6:
-        share = share.limit_denominator(10**6)
+        share = max(share.limit_denominator(10**6), Fraction(1, 10**6))
     return -(-tokens * share.numerator // share.denominator)
