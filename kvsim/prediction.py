@@ -161,7 +161,8 @@ def rank_model(case: Case) -> ModelSpec:
     """The model as the fullest of the devices holds it."""
     if case.devices == 1:
         return case.model
-    from kvsim.engines.parallel import ParallelLayout, rank_model as shard
+    from kvsim.engines.parallel import ParallelLayout
+    from kvsim.engines.sharding import rank_model as shard
 
     return shard(case.model, ParallelLayout(tensor=case.devices))
 
@@ -234,7 +235,7 @@ def _timed(case: Case, op: Op) -> Iterable[cost.Seconds]:
 def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]]:
     """Two all-reduces a layer, of one activation row a token."""
     size = tokens * question.model.hidden_size * 2.0
-    timed = cost.allreduce_seconds(question.case.hardware, bytes=size, ranks=question.case.devices)
+    timed = cost.allreduce_seconds(question.case.hardware, size, question.case.devices)
     return [(Op("all-reduce", "elementwise", 2 * question.model.n_layers, bytes=size), timed)]
 
 
