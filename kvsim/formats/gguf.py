@@ -43,7 +43,7 @@ class Gguf(Quantizer):
         """Rows are whole blocks."""
         super().check_place(place)
         if place.width % VALUES:
-            raise KvsimError(f"gguf: {self.type} writes blocks of {VALUES} values, not {place.where}; use int or float8")
+            raise KvsimError(f"gguf: {self.type} writes blocks of {VALUES} values, not {place.where}; use int")
 
     def buffers(self, rows: Count, blocks: Count, place: Place) -> tuple[Buffer, ...]:
         """One buffer of whole blocks."""

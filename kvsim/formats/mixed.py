@@ -46,7 +46,7 @@ class Mixed(Quantizer):
         """A group cannot be longer than the row."""
         super().check_place(place)
         if self.group is not None and place.width and self.group > place.width:
-            raise KvsimError(f"mixed: group={self.group} is longer than the row, at {place.where}; at most {place.width}")
+            raise KvsimError(f"mixed: group={self.group} exceeds the row, at {place.where}; at most {place.width}")
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one head's codes in a row: ceil(mean * width / 8), the mean being the decimal that was written."""
