@@ -356,6 +356,10 @@ class Basis(Part):
         """Work to add one row."""
         return Work()
 
+    def rewrite_work(self, rows: Count, place: Place) -> Work:
+        """Work that adding one row costs on `rows` full-precision coefficients already stored."""
+        return Work()
+
     def attend_flops(self, rows: Count, place: Place) -> Any:
         """Arithmetic of one step beyond attention itself on full-width rows (negative where the latent saves)."""
         return 0.0
