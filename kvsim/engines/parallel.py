@@ -7,7 +7,6 @@ heads than ranks, replicated; the MLA latent is whole on every rank. Vocabulary 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -19,11 +18,11 @@ MAX_RANKS = 2**16
 VOCAB_PAD = 64
 """Rows to which vLLM and SGLang pad the vocabulary before dividing it."""
 
-REPLICATED = ("router", "q_a", "kv_a", "index_k", "index_weights", "indexer", "norm")
-"""Matrices that every rank holds whole (the name, or its beginning followed by `_`)."""
+REPLICATED = ("router", "q_a", "kv_a", "wk", "weights", "wq_b", "shared_expert_gate")
+"""Matrices that every rank holds whole: routers, MLA's down-projections, the indexer."""
 
-KV_SIDES = ("k", "v", "kv", "k_proj", "v_proj")
-MLP_WORDS = frozenset(("gate", "up", "down", "fc1", "fc2", "w1", "w2", "w3", "shared", "mlp"))
+KV_SIDES = ("k", "v", "kv")
+MLP_WORDS = ("gate", "up", "gate_up", "down", "fc1", "fc2", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def allreduce_traffic(model: ModelSpec, layout: ParallelLayout, tokens: int, bit
     if layout.tensor == 1:
         return Traffic(0, 0, 1)
     mixers = sum(1 for x in model.layers if x.attention or x.states) if layout.attention_ranks > 1 else 0
-    mlps = sum(1 for x in model.layers if any(_is_down(m) for m in x.matrices))
+    mlps = sum(1 for x in model.layers if any(core(m) in ("down", "fc2", "w2") for m in x.matrices))
     return Traffic(mixers + mlps, tokens * model.hidden_size * bits // 8, layout.tensor)
 
 
@@ -238,15 +237,15 @@ def _bytes_by_layer(model: ModelSpec, layout: ParallelLayout, bits: float) -> tu
 
 def _rank_values(matrix: Matrix, layer: Layer, layout: ParallelLayout) -> int:
     """Values of a matrix on one rank, biases included; a cut that leaves a rest rounds up."""
-    name = matrix.name
-    if any(name == word or name.startswith(word + "_") for word in REPLICATED):
+    name = core(matrix)
+    if name in REPLICATED:
         return matrix.parameters
     if matrix.routed:
         if layout.expert == 1:
             return -(-matrix.parameters // layout.tensor)
         copies = -(-matrix.copies // layout.expert)
         return -(-matrix.parameters // matrix.copies * copies // (layout.tensor // layout.expert))
-    if _is_mlp(name):
+    if name in MLP_WORDS:
         return -(-matrix.parameters // layout.tensor)
     ranks = layout.attention_ranks
     if name in KV_SIDES and layer.attention is not None and layer.attention.n_kv_heads < ranks:
@@ -254,13 +253,10 @@ def _rank_values(matrix: Matrix, layer: Layer, layout: ParallelLayout) -> int:
     return -(-matrix.parameters // ranks)
 
 
-def _is_mlp(name: str) -> bool:
-    return not MLP_WORDS.isdisjoint(name.split("_"))
-
-
-def _is_down(matrix: Matrix) -> bool:
-    parts: Sequence[str] = matrix.name.split("_")
-    return "down" in parts or "fc2" in parts or "w2" in parts
+def core(matrix: Matrix) -> str:
+    """What a matrix does, without where it stands: `experts.gate_proj`, `shared_gate` and `gate` are all gate."""
+    name = matrix.name.rpartition(".")[2].removesuffix("_proj")
+    return name if name in REPLICATED else name.removeprefix("shared_").removeprefix("expert_")
 
 
 def _vocabulary_bytes(matrix: Matrix, layout: ParallelLayout) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsim.engines.parallel import ParallelLayout, weight_bytes
+from kvsim.engines.parallel import ParallelLayout, core, weight_bytes
 from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile, load_device
 from kvsim.model import ModelSpec
@@ -131,11 +131,11 @@ def _gib(values: tuple[float, float, float]) -> Interval:
 def _widest(model: ModelSpec, group: int, layout: ParallelLayout) -> int:
     """Values of the widest intermediate that one token has in a layer on one rank."""
     layer = model.groups[group][0]
-    routed = sum(m.active * m.out_features for m in layer.matrices if m.routed and "down" not in m.name.split("_"))
+    routed = sum(m.active * m.out_features for m in layer.matrices if m.routed and core(m) != "down")
     if routed:
         top_k = max(m.active for m in layer.matrices if m.routed)
         return int(1.5 * routed / layout.tensor + top_k * model.hidden_size)
-    inner = sum(m.out_features for m in layer.matrices if m.name.split("_")[-1] in ("gate", "up", "fc1", "w1", "w3"))
+    inner = sum(m.out_features for m in layer.matrices if core(m) in ("gate", "up", "gate_up", "fc1", "w1", "w3"))
     mixers = ("q", "k", "v", "q_b", "kv_b", "in_proj", "qkv")
-    projections = sum(m.out_features for m in layer.matrices if m.name in mixers)
+    projections = sum(m.out_features for m in layer.matrices if core(m) in mixers)
     return max(-(-3 * inner // (2 * layout.tensor)), -(-projections // layout.attention_ranks))

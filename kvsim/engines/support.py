@@ -71,13 +71,14 @@ def format_key(part: Format) -> str:
     """The word by which the table knows a format: its name, and what tells it from others of that name."""
     name = part.name
     if name == "float8":
-        return f"float8-{getattr(part, 'kind', 'e4m3')}"
+        own_scale = getattr(part, "scale", "none") == "row"
+        return f"float8-{getattr(part, 'kind', 'e4m3')}{'-row' if own_scale else ''}"
     if name == "int":
         group = getattr(part, "group", None)
         row = getattr(part, "axis", "") == "token" and group is not None and group >= FULL_ROW
         return f"int{getattr(part, 'bits', 0)}-{'row' if row else 'grouped'}"
-    if name == "rotated":
-        return f"rotated{getattr(part, 'bits', 0)}"
+    if name in ("rotated", "mxfp"):
+        return f"{name}{getattr(part, 'bits', 0)}"
     return name
 
 

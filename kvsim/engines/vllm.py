@@ -59,6 +59,8 @@ def memory(
             in the engine's words and with the longest that fits.
         block_size: default 16 (64 for latent attention; by platform: tpu 256, ascend 128).
         kv_cache_dtype: auto, bfloat16, fp8, nvfp4, turboquant_4bit_nc, ... (see vllm_formats).
+        num_speculative_tokens: drafted tokens: states grow by so many columns and blocks, and the model's
+            next_n_layers get a cache.
         mamba_cache_mode: none, align, all; default align where enable_prefix_caching is on, else none.
         swap_space_gib: V0 only, its CPU pool (default 4): a cache named "cpu". weight_bits: bits a weight value.
         version: "0.11.2", "2025-09", "0.8 V0" ...; default `vllm_versions.DEFAULT`.
@@ -77,7 +79,9 @@ def memory(
     layout.check(model)
     setup = replace(setup, block=vllm_layout.aligned_block(model, setup))
     pages = vllm_layout.pages(model, setup)
-    plans = [vllm_layout.plan(pages, setup, run) for run in stages(model.n_layers, pipeline_parallel_size)]
+    runs = list(stages(model.n_layers, pipeline_parallel_size))
+    runs[-1] = range(runs[-1].start, len(pages))  # drafting layers live on the last stage
+    plans = [vllm_layout.plan(pages, setup, run) for run in runs]
     notes += _layout_notes(plans, pages, setup, model)
     pools: tuple[Pool, ...] = ()
     sizes: list[int] | None = None

@@ -132,12 +132,15 @@ def aligned_block(model: ModelSpec, setup: Setup) -> int:
 
 
 def pages(model: ModelSpec, setup: Setup) -> list[list[Page]]:
-    """Pages of every layer (attention, cross-attention, states), before they are made equal."""
-    owners = [i for i, x in enumerate(model.layers) if x.attention and x.attention.kind != "shared"]
-    kept = owners[:SKIPPED_EACH_END] + owners[-SKIPPED_EACH_END:] if setup.dtype.startswith("turboquant") else []
+    """Pages of every layer (attention, cross-attention, states; drafting layers last), before they are made equal."""
+    layers = [*model.layers, *_drafting_layers(model, setup)]
+    kept: set[int] = set()
+    if setup.dtype.startswith("turboquant") and not any(x.states for x, _ in model.groups):
+        ends = min(SKIPPED_EACH_END, model.n_layers // 2)
+        kept = {*range(ends), *range(model.n_layers - ends, model.n_layers)}
     built: dict[tuple[Layer, bool], list[Page]] = {}
     found = []
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(layers):
         key = (layer, index in kept)
         if key not in built:
             built[key] = _layer_pages(layer, replace(setup, dtype="auto") if key[1] else setup)
@@ -172,6 +175,14 @@ def plan(layer_pages: Sequence[Sequence[Page]], setup: Setup, stage: range | Non
             groups.append(Group((page,) * len(own_layers) or (page,)))
             pools = max(pools, len(own_layers))
     return Plan(tuple(groups), pools, pools * size, padding)
+
+
+def _drafting_layers(model: ModelSpec, setup: Setup) -> list[Layer]:
+    """Multi-token-prediction layers, there when tokens are drafted: attention like the last full one of the model."""
+    if not setup.spec_tokens or not model.next_n_layers:
+        return []
+    like = [x for x in model.layers if x.attention and x.attention.kind in ("full", "mla")]
+    return [Layer(attention=like[-1].attention)] * model.next_n_layers if like else []
 
 
 def _layer_pages(layer: Layer, setup: Setup) -> list[Page]:
