@@ -1,0 +1,1 @@
+"""Twins of kvsim/formats: same file names, found by the part's name."""

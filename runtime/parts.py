@@ -1,0 +1,221 @@
+"""What the running twin of a part owes: tensors in, tensors out; each takes the kvsim part itself as its settings.
+
+Shapes everywhere: B sequences, H stored heads, n rows, d values. Packed buffers are [B, H', rows, w] with the rows, widths
+and bits that the part's own `buffers()` declares, so that bytes agree by construction or an assertion fails.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvsim.parts import Basis, Correction, Format, Part, Place, TokenPolicy
+
+P = TypeVar("P", bound=Part)
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a twin runs: the place in the model, the dtype of full precision, the device, and calibrated tensors."""
+
+    place: Place
+    dtype: torch.dtype
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    calibration: Mapping[str, Tensor] = field(default_factory=dict)
+    seed: int = 0
+
+
+class Twin(Generic[P]):
+    """A part, running. `part` is the kvsim part: the only place where settings live."""
+
+    part_name: ClassVar[str] = ""
+
+    def __init__(self, part: P, setting: Setting) -> None:
+        self.part = part
+        self.setting = setting
+
+    @property
+    def place(self) -> Place:
+        """Heads, width and side."""
+        return self.setting.place
+
+
+class FormatTwin(Twin[Format]):
+    """Rows to packed buffers and back. Buffer names are those of `part.buffers()`."""
+
+    def model_buffers(self) -> Tensors:
+        """Per-model buffers (codebooks, signs, projections), each [1, H', rows, w]; made once, shared by sequences."""
+        return {}
+
+    def start(self, x: Tensor) -> Tensors:
+        """Fixed per-sequence buffers [B, H', rows, w] decided from the first rows encoded, x [B, H, n, d]."""
+        return {}
+
+    def encode(self, x: Tensor, fixed: Tensors) -> Tensors:
+        """Encode one flush of rows x [B, H, n, d] into buffers [B, H', rows, w] (codes packed to uint8).
+
+        n is a multiple of the part's `unit`. Values that overflow a scale's dtype: an error or a wider scale, never inf.
+        """
+        raise NotImplementedError
+
+    def decode(self, rows: Tensors, fixed: Tensors, blocks: Tensor) -> Tensor:
+        """Rows back, [B, H, n, d] in the setting's dtype.
+
+        rows: buffers of a run of encoded rows that starts at a unit's first row. blocks: [n] int64, for each row the
+        index into block buffers (those with one row a flush) of its block.
+        """
+        raise NotImplementedError
+
+    def rows_per(self, name: str) -> int:
+        """Token rows for one row of a buffer: 1, the unit for group scales, 0 for one row a flushed block."""
+        return 1
+
+
+class CorrectionTwin(Twin[Correction]):
+    """A correction: split off what the format must not see, and add back what it lost."""
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensors]:
+        """What the format gets to encode, and buffers of what was taken out (outliers)."""
+        return x, {}
+
+    def after(self, x: Tensor, decoded: Tensor) -> Tensors:
+        """Buffers that describe the error x - decoded of one flush (low rank)."""
+        return {}
+
+    def restore(self, decoded: Tensor, rows: Tensors, blocks: Tensor) -> Tensor:
+        """Decoded rows [B, H, n, d] with the correction applied."""
+        raise NotImplementedError
+
+    def rows_per(self, name: str) -> int:
+        """As FormatTwin.rows_per."""
+        return 1
+
+
+class BasisTwin(Twin[Basis]):
+    """A linear change of coordinates, one map a head: row = coefficients @ map (+ offset)."""
+
+    def model_buffers(self) -> Tensors:
+        """Per-model buffers (random or calibrated matrices), each [1, H', rows, w]."""
+        return {}
+
+    def fit(self, x: Tensor) -> Tensors:
+        """Fixed per-sequence buffers [B, H', rows, w] from rows x [B, H, n, d], n >= part.minimum_rows."""
+        return {}
+
+    def project(self, x: Tensor, fixed: Tensors) -> Tensor:
+        """Coefficients [B, Hl, n, r] of rows x [B, H, n, d]."""
+        raise NotImplementedError
+
+    def maps(self, fixed: Tensors) -> Tensor:
+        """Maps [B, H, r, d]: head h of a row is coefficients @ maps[:, h]."""
+        raise NotImplementedError
+
+    def offset(self, fixed: Tensors) -> Tensor | None:
+        """A constant row [B, H, 1, d] added to every reconstruction, or None."""
+        return None
+
+    def extend(self, x: Tensor, coefficients: Tensor, fixed: Tensors) -> tuple[Tensor, Tensors] | None:
+        """Online bases only: new (coefficients of all rows, fixed buffers) after rows x arrive; None: project them."""
+        return None
+
+
+@dataclass
+class Prompt:
+    """What a token policy may look at when the prompt ends; rows are after RoPE unless the method says otherwise.
+
+    keys, values: [B, H, T, d]. queries: the last `queries` query rows [B, Hq, w, d]. mass: attention weights summed over
+    all queries of the prompt and averaged over the query heads of a KV head, [B, H, T]; seen_by: how many queries could
+    see each row, [T]; last: weights of the last query, [B, H, T]; hits: queries whose weight exceeded their mean, [B, H, T]
+    (None where the policy does not ask for weights). scores: [B, H, T] from a pass outside (gradients), or None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    queries: Tensor | None = None
+    mass: Tensor | None = None
+    seen_by: Tensor | None = None
+    last: Tensor | None = None
+    hits: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass
+class Step:
+    """What a policy may look at after a step: weights of the step's queries over the rows held, newest last.
+
+    weights: [B, H, m, n] averaged over the query heads of a KV head (None where not asked for); keys: [B, H, n, d] or
+    None; queries: [B, Hq, m, d]; seen: tokens seen so far, these m included.
+    """
+
+    seen: int
+    rows: int
+    weights: Tensor | None = None
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+
+
+@dataclass
+class Merged:
+    """Rows that a policy wrote anew: keys, values [B, H, m, d], and what stands in its buffers for them."""
+
+    keys: Tensor
+    values: Tensor
+    state: Tensors
+
+
+class PolicyTwin(Twin[TokenPolicy]):
+    """Which rows stay. State tensors are named as in `part.buffers()`: [B, H', rows, w]; rows keep their order."""
+
+    prompt_weights: ClassVar[bool] = False
+    step_weights: ClassVar[bool] = False
+
+    @property
+    def prompt_queries(self) -> int:
+        """Query rows at the prompt's end that `select` wants."""
+        return 0
+
+    def select(self, prompt: Prompt) -> Tensor | None:
+        """Rows to keep, ascending int64 [B, H, m]; or None for all. Ragged policies pad with -1."""
+        return None
+
+    def merge(self, prompt: Prompt) -> Merged | None:
+        """For policies that write new rows from the prompt's; None for those that only drop."""
+        return None
+
+    def start(self, prompt: Prompt, kept: Tensor | None) -> Tensors:
+        """State for the kept rows."""
+        return {}
+
+    def step(self, state: Tensors, step: Step) -> tuple[Tensors, Tensor | None]:
+        """New state (for all rows held, before any drop) and the rows to drop, ascending int64 [B, H, k], or None."""
+        return state, None
+
+    def attended(self, state: Tensors, queries: Tensor, rows: int) -> Tensor | None:
+        """Rows that a step reads, int64 [B, H, m], or None for all (page selection)."""
+        return None
+
+    def bias(self, state: Tensors) -> Tensor | None:
+        """Added to the logits of the rows held, [B, H, rows] (log-counts of merged rows), or None."""
+        return None
+
+
+@cache
+def twins() -> Mapping[str, type[Twin[Part]]]:
+    """Every twin by its part's name, found in runtime/formats, runtime/bases and runtime/tokens."""
+    found: dict[str, type[Twin[Part]]] = {}
+    for folder in ("formats", "bases", "tokens"):
+        package = import_module(f"runtime.{folder}")
+        for info in pkgutil.iter_modules(package.__path__):
+            for value in vars(import_module(f"runtime.{folder}.{info.name}")).values():
+                if isinstance(value, type) and issubclass(value, Twin) and value.part_name:
+                    found[value.part_name] = value
+    return found

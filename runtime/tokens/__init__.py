@@ -1,0 +1,1 @@
+"""Twins of kvsim/tokens: same file names, found by the part's name."""
