@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from kvsim.architectures import windows
-from kvsim.architectures.decoder import Feed, FeedForward, Traits, decoder, dense_feed
+from kvsim.architectures.decoder import Feed, FeedForward, Traits, decoder, dense_feed, switch
 from kvsim.architectures.fields import Fields
 from kvsim.architectures.parts import Part, experts, layer_count, mlp
 from kvsim.architectures.registry import Builder
+from kvsim.errors import shown
 from kvsim.model import Matrix
 
-_ATTN = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_ATTN = Traits(qkv_bias="attention_bias", o_bias="attention_bias")
 
 
 def expert_counts(f: Fields, count: str, top: str) -> tuple[int, int]:
@@ -48,20 +50,32 @@ def qwen_moe(f: Fields, hidden: int, traits: Traits, shared: bool = False) -> Fe
 
 def deepseek_moe(f: Fields, hidden: int, traits: Traits) -> FeedForward:
     """Dense first layers, then routed experts and shared ones as one wider feed-forward (DeepSeek, GLM, dots)."""
-    first = f.size("first_k_dense_replace", low=0, derive=0)
     count = layer_count(f)
-    n, k = expert_counts(f, "n_routed_experts", "num_experts_per_tok") if first < count else (1, 1)
+    sparse_at = sparse_layers(f, count)
+    if True not in sparse_at:
+        f.ignore("moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok")
+        return dense_feed(f, hidden, traits)
+    n, k = expert_counts(f, "n_routed_experts", "num_experts_per_tok")
     inner = f.size("moe_intermediate_size")
     sparse = experts(hidden, inner, n, k)
     shared = f.maybe("n_shared_experts")
     if shared:
-        sparse += mlp(hidden, inner * shared, prefix="shared_experts.")
-    dense = mlp(hidden, f.size("intermediate_size")) if first else Part()
-    f.ignore("moe_layer_freq", "intermediate_size", "ep_size")
+        sparse += mlp(hidden, inner * shared, bias=switch(f, traits.mlp_bias), prefix="shared_experts.")
+    f.ignore("intermediate_size", "ep_size")
+    if False not in sparse_at:
+        return lambda i: sparse
+    dense = dense_feed(f, hidden, traits)
+    return lambda i: sparse if sparse_at[i] else dense(i)
+
+
+def sparse_layers(f: Fields, count: int) -> list[bool]:
+    """Which layers have experts: `mlp_layer_types`, else all after `first_k_dense_replace`."""
+    types = windows.layer_types(f, count, ("sparse", "dense"), "mlp_layer_types")
+    first = f.size("first_k_dense_replace", low=0, derive=1 if f.model_type == "glm4_moe_lite" else 0)
     step = f.get("moe_layer_freq")
     if step not in (None, 1) and step != [0] * first + [1] * (count - first):
-        raise f.fail("moe_layer_freq", f"= {step!r:.40} is not accounted for in {f.model_type!r}")
-    return lambda i: dense if i < first else sparse
+        raise f.fail("moe_layer_freq", f"= {shown(step, 40)} is not accounted for in {f.model_type!r}")
+    return [i >= first if types is None else types[i] == "sparse" for i in range(count)]
 
 
 def ernie_moe(f: Fields, hidden: int, traits: Traits) -> FeedForward:
@@ -120,21 +134,21 @@ FAMILIES: dict[str, Builder] = {
     name: partial(decoder, traits=traits, feed=feed)
     for name, (traits, feed) in {
         "mixtral": (Traits(window=windows.every), every_layer()),
-        "phimoe": (Traits(**_ATTN, norm="layer", window=windows.every, head_bias="lm_head_bias"), every_layer()),
+        "phimoe": (replace(_ATTN, norm="layer", window=windows.every, head_bias="lm_head_bias"), every_layer()),
         "minimax_m2": (Traits(qk_norm="width"), every_layer()),
-        "gpt_oss": (Traits(**_ATTN, window=windows.pattern(2, fixed=True), extra=_sinks), every_layer(bias=True)),
-        "olmoe": (Traits(**_ATTN, qk_norm="width"), every_layer("num_experts")),
-        "flex_olmo": (Traits(**_ATTN, qk_norm="width"), every_layer("num_experts")),
+        "gpt_oss": (replace(_ATTN, window=windows.pattern(2, fixed=True), extra=_sinks), every_layer(bias=True)),
+        "olmoe": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
+        "flex_olmo": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
         "qwen2_moe": (Traits("qkv_bias", window=windows.switched_even), partial(qwen_moe, shared=True)),
-        "qwen3_moe": (Traits(**_ATTN, qk_norm="head", window=windows.switched_every), qwen_moe),
+        "qwen3_moe": (replace(_ATTN, qk_norm="head", window=windows.switched_every), qwen_moe),
         "glm4_moe": (Traits("attention_bias", qk_norm="head", qk_flag="use_qk_norm"), deepseek_moe),
-        "dots1": (Traits(**_ATTN, qk_norm="head", window=windows.from_layer), deepseek_moe),
+        "dots1": (replace(_ATTN, qk_norm="head", window=windows.from_layer), deepseek_moe),
         "solar_open": (Traits("attention_bias"), deepseek_moe),
         "ernie4_5_moe": (Traits("use_bias", "use_bias", head_bias="use_bias"), ernie_moe),
-        "granitemoe": (Traits(**_ATTN), granite_moe),
-        "granitemoeshared": (Traits(**_ATTN), granite_moe),
-        "hunyuan_v1_moe": (Traits(**_ATTN, qk_norm="head"), hunyuan_moe),
-        "mellum": (Traits(**_ATTN, qk_norm="head", window=windows.typed()), typed_moe),
+        "granitemoe": (_ATTN, granite_moe),
+        "granitemoeshared": (_ATTN, granite_moe),
+        "hunyuan_v1_moe": (replace(_ATTN, qk_norm="head"), hunyuan_moe),
+        "mellum": (replace(_ATTN, qk_norm="head", window=windows.typed()), typed_moe),
     }.items()
 }
 __all__ = ["FAMILIES", "deepseek_moe", "dense_feed", "expert_counts", "qwen_moe"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from kvsim.architectures import windows
@@ -14,11 +15,6 @@ from kvsim.model import ModelSpec
 _BIASED = Traits(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
 _ATTN = Traits(qkv_bias="attention_bias", o_bias="attention_bias")
 _EVERY_SECOND = windows.pattern(2, fixed=True)
-
-
-def _with(base: Traits, **changes: object) -> Traits:
-    """`base` with some facts changed."""
-    return Traits(**{**vars(base), **changes})  # type: ignore[arg-type]
 
 
 def _heads(f: Fields) -> int:
@@ -46,7 +42,7 @@ def _xielu(f: Fields) -> int:
 
 def _hyperclovax(f: Fields) -> ModelSpec:
     """HyperCLOVA X: Granite with two more norms a layer where `use_post_norm`."""
-    return decoder(f, _with(_BIASED, norms=4 if f.flag("use_post_norm") else 2))
+    return decoder(f, replace(_BIASED, norms=4 if f.flag("use_post_norm") else 2))
 
 
 def _helium(f: Fields) -> ModelSpec:
@@ -62,40 +58,40 @@ TRAITS = {
     "ministral": Traits(window=windows.typed(windows.SLIDING)),
     "ministral3": Traits(window=windows.every),
     "qwen2": Traits(qkv_bias=True, window=windows.switched),
-    "qwen3": _with(_ATTN, qk_norm="head", window=windows.switched),
+    "qwen3": replace(_ATTN, qk_norm="head", window=windows.switched),
     "gemma": _ATTN,
-    "gemma2": _with(_ATTN, norms=4, window=_EVERY_SECOND),
-    "vaultgemma": _with(_ATTN, norms=2, window=_EVERY_SECOND),
+    "gemma2": replace(_ATTN, norms=4, window=_EVERY_SECOND),
+    "vaultgemma": replace(_ATTN, norms=2, window=_EVERY_SECOND),
     "granite": _BIASED,
-    "granite_swa": _with(_BIASED, window=windows.pattern(4, offset=0, fixed=True), extra=_heads),
+    "granite_swa": replace(_BIASED, window=windows.pattern(4, offset=0, fixed=True), extra=_heads),
     "exaone": _BIASED,
     "exaone4": Traits(qk_norm="head", window=windows.optional_pattern),
     "iquestcoder": _BIASED,
     "internlm3": _BIASED,
-    "olmo": _with(_ATTN, norm="none"),
-    "olmo2": _with(_ATTN, qk_norm="width"),
-    "olmo3": _with(_ATTN, qk_norm="width", window=windows.pattern(4, fixed=True)),
-    "cohere": _with(_ATTN, norms=1, qk_norm="width", qk_flag="use_qk_norm"),
-    "cohere2": _with(_ATTN, norms=1, window=windows.pattern(4)),
+    "olmo": replace(_ATTN, norm="none"),
+    "olmo2": replace(_ATTN, qk_norm="width"),
+    "olmo3": replace(_ATTN, qk_norm="width", window=windows.pattern(4, fixed=True)),
+    "cohere": replace(_ATTN, norms=1, qk_norm="width", qk_flag="use_qk_norm"),
+    "cohere2": replace(_ATTN, norms=1, window=windows.pattern(4)),
     "starcoder2": Traits("use_bias", "use_bias", "use_bias", gated=False, norm="layer", window=windows.every),
     "phi": Traits(True, True, True, gated=False, norm="layer", norms=1, qk_norm="head", qk_flag="qk_layernorm",
                   head_bias=True),
     "phi3": Traits(window=windows.every),
     "persimmon": Traits(True, True, True, gated=False, norm="layer", qk_norm="head", qk_flag="qk_layernorm"),
-    "nemotron": _with(_BIASED, gated=False, norm="layer"),
-    "arcee": _with(_BIASED, gated=False),
-    "jais2": _with(_BIASED, gated=False, norm="layer"),
+    "nemotron": replace(_BIASED, gated=False, norm="layer"),
+    "arcee": replace(_BIASED, gated=False),
+    "jais2": replace(_BIASED, gated=False, norm="layer"),
     "glm": Traits(qkv_bias="attention_bias"),
     "glm4": Traits(qkv_bias="attention_bias", norms=4),
     "seed_oss": Traits("attention_bias", "attention_out_bias", "mlp_bias"),
-    "smollm3": _with(_BIASED, window=windows.where_no_rope),
-    "hunyuan_v1_dense": _with(_ATTN, qk_norm="head"),
+    "smollm3": replace(_BIASED, window=windows.where_no_rope),
+    "hunyuan_v1_dense": replace(_ATTN, qk_norm="head"),
     "ernie4_5": Traits("use_bias", "use_bias", "use_bias"),
     "cwm": Traits(mlp_bias="mlp_bias", window=windows.pattern(4, offset=0, fixed=True)),
-    "bitnet": _with(_ATTN, extra=lambda f: f.size("hidden_size") + f.size("intermediate_size")),
-    "apertus": _with(_ATTN, gated=False, qk_norm="head", extra=_xielu),
-    "nanochat": _with(_ATTN, gated=False, norm="none"),
-    "diffllama": _with(_ATTN, extra=lambda f: 4 * head_sizes(f, f.size("hidden_size"))[2]),
+    "bitnet": replace(_ATTN, extra=lambda f: f.size("hidden_size") + f.size("intermediate_size")),
+    "apertus": replace(_ATTN, gated=False, qk_norm="head", extra=_xielu),
+    "nanochat": replace(_ATTN, gated=False, norm="none"),
+    "diffllama": replace(_ATTN, extra=lambda f: 4 * head_sizes(f, f.size("hidden_size"))[2]),
 }
 
 FAMILIES: dict[str, Builder] = {name: partial(decoder, traits=traits) for name, traits in TRAITS.items()}

@@ -129,7 +129,7 @@ def assemble(f: Fields, layers: Sequence[Layer], hidden: int, vocab: int, *, fin
     levels = (f,) if top is None else (top, f)
     width = width or hidden
     tied = f.flag("tie_word_embeddings") if tied is None else tied
-    next_n = f.maybe("num_nextn_predict_layers", "num_mtp_layers", high=LAYERS_MAX)
+    next_n = f.maybe("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", high=LAYERS_MAX)
     for level in levels:
         if level.has("quantization_config") or level.has("compression_config"):
             f.notes.append("quantization_config is not applied: it changes the bytes of weights, not their number; "

@@ -118,6 +118,7 @@ def pattern(default: int, name: str = "sliding_window_pattern", offset: int = 1,
         if types is not None:
             f.ignore(name)
             return _by_type(f, types)
+        f.ignore("sliding_window_size")  # old Gemma-2 files say the window twice
         step = default if fixed else f.size(name, derive=default)
         return _by_type(f, [FULL if (i + offset) % step == 0 else SLIDING for i in range(count)])
 
