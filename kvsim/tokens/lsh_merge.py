@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb, log1p, sqrt
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -26,9 +27,10 @@ class LshMerge(TokenPolicy):
     when=prompt merges the prompt once; running also hashes each row that leaves the newest ones and merges it into the
     first table's row of equal hash, or keeps it.
 
-    Counts depend on the data. Two rows at angle t agree on all planes with p = (1 - t / pi)^planes (Charikar 2002);
-    then n rows fill about (1 - (1 - p)^n) / p buckets, which for t = 90 degrees is the exact expectation for equally
-    likely buckets. Expected from 75 degrees, range from 60 to 90.
+    Counts depend on the data. Two rows at angle t agree on one plane with 1 - t / pi (Charikar 2002). If every plane
+    splits the rows into shares s and 1 - s with s^2 + (1 - s)^2 = 1 - t / pi, independently of the others, then
+    n rows fill sum_j C(planes, j) (1 - (1 - s^(planes - j) (1 - s)^j)^n) of 2^planes buckets: at 90 degrees the
+    expectation for equally likely buckets, the most that any keys reach. Expected from 75 degrees, range from 60 to 90.
     """
 
     name: ClassVar[str] = "lsh_merge"
@@ -52,10 +54,11 @@ class LshMerge(TokenPolicy):
 
     def buckets(self, n: Any, degrees: float) -> Any:
         """Expected rows left of n after all tables, a whole number in [min(n, 1), n]."""
-        p = (1.0 - degrees / 180.0) ** self.planes
+        share = (1.0 + sqrt(max(0.0, 1.0 - 2.0 * degrees / 180.0))) / 2.0
         left: Any = 1.0 * n
         for _ in range(self.tables):
-            left = -np.expm1(left * np.log1p(-p)) / p
+            left = sum(comb(self.planes, j) * -np.expm1(left * log1p(-(share ** (self.planes - j) * (1.0 - share) ** j)))
+                       for j in range(self.planes + 1))
         whole = np.rint(left).astype(np.int64) if isinstance(n, np.ndarray) else int(np.rint(left))
         return smaller(n, larger(whole, smaller(n, 1)))
 

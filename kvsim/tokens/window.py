@@ -14,7 +14,7 @@ from kvsim.workload import Count
 class Window(TokenPolicy):
     """Keep the first `sinks` and the last `recent` rows; nothing is computed.
 
-    min(n, sinks + recent) rows. Without sinks perplexity collapses once row 0 leaves (Xiao et al., table 1).
+    min(n, sinks + recent) rows. Without sinks perplexity collapses once row 0 leaves (Xiao et al.).
     """
 
     name: ClassVar[str] = "window"
