@@ -30,7 +30,7 @@ class Tucker(Projection):
     def check(self) -> None:
         """Three ranks, and a token has coefficients."""
         if len(self.ranks) != 3 or self.ranks[0] < 1:
-            raise KvsimError(f"tucker: ranks are (tokens,heads,channels), the first at least 1; got {written(self.ranks)}")
+            raise KvsimError(f"tucker: ranks are (tokens,heads,channels), the first above 0; got {written(self.ranks)}")
 
     @property
     def minimum_rows(self) -> int:
