@@ -55,10 +55,10 @@ class LshMerge(TokenPolicy):
     def buckets(self, n: Any, degrees: float) -> Any:
         """Expected rows left of n after all tables, a whole number in [min(n, 1), n]."""
         share = (1.0 + sqrt(max(0.0, 1.0 - 2.0 * degrees / 180.0))) / 2.0
+        agree = [share ** (self.planes - j) * (1.0 - share) ** j for j in range(self.planes + 1)]
         left: Any = 1.0 * n
         for _ in range(self.tables):
-            left = sum(comb(self.planes, j) * -np.expm1(left * log1p(-(share ** (self.planes - j) * (1.0 - share) ** j)))
-                       for j in range(self.planes + 1))
+            left = sum(comb(self.planes, j) * -np.expm1(left * log1p(-p)) for j, p in enumerate(agree))
         whole = np.rint(left).astype(np.int64) if isinstance(n, np.ndarray) else int(np.rint(left))
         return smaller(n, larger(whole, smaller(n, 1)))
 
