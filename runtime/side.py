@@ -1,0 +1,298 @@
+"""Keys or values of one rectangle of sequences and heads: basis, packed rows, corrections and full-precision tails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsim.errors import KvsimError
+from kvsim.method import Chain
+from kvsim.parts import ALLOCATION_ROWS, Buffer, per_tokens
+from runtime.buffers import Paged
+from runtime.parts import BasisTwin, CorrectionTwin, FormatTwin, Setting, Tensors, twins
+
+TILE = 1024
+"""Rows decoded at once when attention walks over encoded rows."""
+
+
+class Side:
+    """Rows of one side, oldest first: encoded rows, then the tail; before a basis has rows enough, full rows alone.
+
+    `appended` counts all rows ever written (in the store's own order), `dead` those dropped from the front by position.
+    """
+
+    def __init__(self, chain: Chain, setting: Setting, model: Tensors | None = None) -> None:
+        self.chain = chain
+        self.setting = setting
+        place = setting.place
+        latent = chain.basis.latent(place)
+        inner = replace(setting, place=replace(place, heads=latent.heads, width=latent.width))
+        known = twins()
+        self.basis: BasisTwin | None = None
+        if chain.basis.name != "identity":
+            self.basis = known[chain.basis.name](chain.basis, setting)  # type: ignore[assignment,arg-type]
+        self.format: FormatTwin = known[chain.format.name](chain.format, inner)  # type: ignore[assignment,arg-type]
+        self.fixes: list[CorrectionTwin] = [known[c.name](c, inner) for c in chain.corrections]  # type: ignore[misc,arg-type]
+        self.plain = chain.format.name == "full"
+        self.unit = getattr(chain.format, "unit", 1)
+        self.step = chain.format.residual_rows if getattr(chain.format, "flush", "") == "all" else self.unit
+        self.clear()
+        self.model = model if model is not None else self._model_buffers()
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.fixed: Tensors = {}
+        self.basis_fixed: Tensors = {}
+        self.encoded: dict[str, Paged] = {}
+        self.full: Paged | None = None
+        self.tail: Paged | None = None
+        self.appended = self.encoded_rows = 0
+        self.blocks: list[int] = []
+        self.ready = self.basis is None or not self.chain.basis.minimum_rows
+
+    def _model_buffers(self) -> Tensors:
+        found = {f"format.{k}": v for k, v in self.format.model_buffers().items()}
+        return found | ({f"basis.{k}": v for k, v in self.basis.model_buffers().items()} if self.basis else {})
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def append(self, x: Tensor) -> None:
+        """Write rows x [B, H, n, d]; the first call is the prompt's and encodes what it may in one block."""
+        if not torch.isfinite(x).all():
+            raise KvsimError(f"NaN or infinity in the {self.setting.place.where}: the model's activations overflowed")
+        first = self.appended == 0
+        self.appended += x.shape[2]
+        if not self.ready:
+            self.full = self.full or Paged(x, ALLOCATION_ROWS)
+            self.full.append(x)
+            if self.full.rows < self.chain.basis.minimum_rows:
+                return
+            x, first = self.full.read(), True
+            self.full, self.ready = None, True
+        if self.basis is not None:
+            x = self._project(x)
+        self.tail = self.tail or Paged(x, ALLOCATION_ROWS)
+        self.tail.append(x)
+        self._flush(first)
+
+    def _project(self, x: Tensor) -> Tensor:
+        assert self.basis is not None
+        if not self.basis_fixed:
+            self.basis_fixed = self.basis.fit(x)
+        elif self.plain and self.tail is not None:
+            updated = self.basis.extend(x, self.tail.read(), self.basis_fixed)
+            if updated is not None:
+                rows, self.basis_fixed = updated
+                old = self.tail.rows
+                self.tail.assign(rows[:, :, :old].contiguous())
+                return rows[:, :, old:]
+        return self.basis.project(x, self.basis_fixed)
+
+    def _flush(self, first: bool) -> None:
+        """Encode what the format says is due: the prompt's rows as one block, later rows step by step."""
+        if self.plain or self.tail is None:
+            return
+        due = int(self.chain.format.quantized(self.appended)) - int(self.chain.format.quantized(self.appended - self.tail.rows))
+        due = min(max(due, 0), self.tail.rows)
+        sizes = [due] if first else [self.step] * (due // self.step)
+        done = 0
+        for size in sizes:
+            if size:
+                self._encode(self.tail.read(done, done + size))
+                done += size
+        self.tail.drop_front(done)
+
+    def _encode(self, x: Tensor) -> None:
+        taken: dict[str, Tensor] = {}
+        inner = x
+        for fix in self.fixes:
+            inner, found = fix.before(inner)
+            taken |= {f"{fix.part_name}.{k}": v for k, v in found.items()}
+        if not self.encoded and not self.fixed:
+            self.fixed = self.format.start(inner)
+        rows = self.format.encode(inner, self.fixed)
+        if self.fixes:
+            back = self._decode(rows, torch.zeros(x.shape[2], dtype=torch.int64, device=x.device))
+            for fix in self.fixes:
+                rows = rows | {f"{fix.part_name}.{k}": v for k, v in fix.after(inner, back).items()}
+        for name, buffer in (rows | taken).items():
+            if name not in self.encoded:
+                self.encoded[name] = Paged(buffer, self._rows_unit(name))
+            self.encoded[name].append(buffer)
+        self.encoded_rows += x.shape[2]
+        self.blocks.append(x.shape[2])
+
+    def _rows_per(self, name: str) -> int:
+        for fix in self.fixes:
+            if name.startswith(fix.part_name + "."):
+                return fix.rows_per(name.split(".", 1)[1])
+        return self.format.rows_per(name)
+
+    def _rows_unit(self, name: str) -> int:
+        """Allocation unit of a buffer, as the analytic part declares it."""
+        for buffer in self.declared(1, 1):
+            if buffer.name == name:
+                return buffer.rows_per_unit
+        return per_tokens(max(self._rows_per(name), 1))
+
+    def declared(self, rows: int, blocks: int) -> Iterator[Buffer]:
+        """The analytic part's buffers for the encoded rows, corrections included."""
+        latent = self.format.place
+        yield from self.chain.format.buffers(rows, blocks, latent)
+        for fix in self.chain.corrections:
+            yield from (replace(b, name=f"{fix.name}.{b.name}") for b in fix.buffers(rows, blocks, latent))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows held."""
+        return self.encoded_rows + (self.tail.rows if self.tail else 0) + (self.full.rows if self.full else 0)
+
+    @property
+    def tail_rows(self) -> int:
+        """Newest rows in full precision."""
+        return self.rows - self.encoded_rows
+
+    def tiles(self, size: int = TILE) -> Iterator[tuple[int, Tensor]]:
+        """(first row, coefficients [B, Hl, m, r]) in order; full rows where the basis has not been fitted yet."""
+        size = -(-size // self.unit) * self.unit
+        block_of = self._block_of() if self.encoded_rows else None
+        for start in range(0, self.encoded_rows, size):
+            stop = min(start + size, self.encoded_rows)
+            assert block_of is not None
+            yield start, self._decode(self._slice(start, stop), block_of[start:stop])
+        rest = self.full if self.full is not None else self.tail
+        if rest is not None and rest.rows:
+            yield self.encoded_rows, rest.read()
+
+    def _slice(self, start: int, stop: int) -> Tensors:
+        found = {}
+        for name, buffer in self.encoded.items():
+            per = self._rows_per(name)
+            found[name] = buffer.read(start // per, -(-stop // per)) if per else buffer.read()
+        return found
+
+    def _block_of(self) -> Tensor:
+        sizes = torch.tensor(self.blocks)
+        return torch.repeat_interleave(torch.arange(len(self.blocks)), sizes)
+
+    def _decode(self, rows: Tensors, blocks: Tensor) -> Tensor:
+        own = {k: v for k, v in rows.items() if "." not in k}
+        decoded = self.format.decode(own, self.fixed, blocks)
+        for fix in reversed(self.fixes):
+            mine = {k.split(".", 1)[1]: v for k, v in rows.items() if k.startswith(fix.part_name + ".")}
+            decoded = fix.restore(decoded, mine, blocks)
+        return decoded
+
+    def maps(self) -> tuple[Tensor | None, Tensor | None]:
+        """(maps [B, H, r, d], offset) of the basis; (None, None) where coefficients are the rows themselves."""
+        if self.basis is None or not self.ready:
+            return None, None
+        return self.basis.maps(self.basis_fixed), self.basis.offset(self.basis_fixed)
+
+    def read(self) -> Tensor:
+        """All rows [B, H, n, d], decoded and reconstructed: for policies and tests, not for attention."""
+        pieces = [piece for _, piece in self.tiles()]
+        if not pieces:
+            place = self.setting.place
+            return torch.empty((1, place.heads, 0, place.width), dtype=self.setting.dtype)
+        rows = torch.cat(pieces, dim=2)
+        maps, offset = self.maps()
+        if maps is not None:
+            rows = rows.to(maps.dtype) @ maps
+            rows = rows if offset is None else rows + offset
+        return rows
+
+    # -- dropping ------------------------------------------------------------------------------------------------
+
+    def keep(self, index: Tensor) -> None:
+        """Keep rows index [B, H, m] (ascending); the tail's rows must be among them while encoded rows are left."""
+        encoded = int((index[0, 0] < self.encoded_rows).sum())
+        if self.encoded_rows:
+            for name, buffer in self.encoded.items():
+                if self._rows_per(name) == 1:
+                    buffer.keep(index[:, :, :encoded])
+        rest = self.full if self.full is not None else self.tail
+        if rest is not None:
+            later = index[:, :, encoded:] - self.encoded_rows
+            if later.shape[2] < rest.rows or encoded < self.encoded_rows == 0:
+                rest.keep(later)
+        self.encoded_rows = encoded
+        self.blocks = [encoded] if encoded else []
+
+    def expire(self, keep_units: list[tuple[int, int]]) -> None:
+        """Keep encoded rows of the given ranges (whole units, in rows of the encoded part) and drop the others."""
+        kept = [r for low, high in keep_units for r in range(low, high)]
+        if len(kept) == self.encoded_rows:
+            return
+        at = torch.tensor(kept, dtype=torch.int64)
+        block_of = self._block_of()
+        for name, buffer in self.encoded.items():
+            per = self._rows_per(name)
+            rows = buffer.read()
+            wanted = at if per == 1 else torch.unique(at // per) if per else torch.unique(block_of[at])
+            buffer.assign(rows.index_select(2, wanted.to(rows.device)))
+        _, sizes = torch.unique(block_of[at], return_counts=True)
+        self.blocks, self.encoded_rows = sizes.tolist(), len(kept)
+
+    def drop_tail_front(self, rows: int) -> None:
+        """Drop the oldest rows of the tail (positional windows shorter than the tail)."""
+        rest = self.full if self.full is not None else self.tail
+        if rest is not None and rows:
+            rest.drop_front(rows)
+
+    def crop(self, rows: int) -> None:
+        """Forget the newest rows: from the tail first, then from encoded rows, a cut unit going back to the tail."""
+        for held in (self.full, self.tail):
+            if held is not None and rows and held.rows:
+                gone = min(rows, held.rows)
+                held.truncate(held.rows - gone)
+                rows -= gone
+                self.appended -= gone
+        if rows:
+            self._crop_encoded(rows)
+
+    def _crop_encoded(self, rows: int) -> None:
+        left = self.encoded_rows - rows
+        whole = left // self.unit * self.unit
+        rest = None
+        if left > whole:
+            rest = self._decode(self._slice(whole, whole + self.unit), self._block_of()[whole : whole + self.unit])
+        self.expire([(0, whole)])
+        if rest is not None:
+            assert self.tail is not None
+            self.tail.append(rest[:, :, : left - whole].to(self.setting.dtype))
+        self.appended -= rows
+
+    # -- accounting ----------------------------------------------------------------------------------------------
+
+    def held(self) -> Iterator[tuple[str, Any, bool]]:
+        """(name, Paged or tensor, per model) of everything this side holds."""
+        for name, tensor in self.model.items():
+            yield name.split(".", 1)[1], tensor, True
+        for name, tensor in (self.basis_fixed | self.fixed).items():
+            yield name, tensor, False
+        yield from ((name, buffer, False) for name, buffer in self.encoded.items())
+        if self.full is not None and self.full.rows:
+            yield "full", self.full, False
+        if self.tail is not None and self.tail.rows:
+            yield ("rows" if self.plain else "tail"), self.tail, False
+
+    def batch(self, index: Tensor) -> None:
+        """Select sequences."""
+        for paged in [*self.encoded.values(), *(p for p in (self.full, self.tail) if p is not None)]:
+            paged.batch(index)
+        self.fixed = {k: v.index_select(0, index) for k, v in self.fixed.items()}
+        self.basis_fixed = {k: v.index_select(0, index) for k, v in self.basis_fixed.items()}
+
+    def to(self, device: torch.device) -> None:
+        """Move everything this side holds."""
+        for paged in [*self.encoded.values(), *(p for p in (self.full, self.tail) if p is not None)]:
+            paged.to(device)
+        self.fixed = {k: v.to(device) for k, v in self.fixed.items()}
+        self.basis_fixed = {k: v.to(device) for k, v in self.basis_fixed.items()}
