@@ -14,7 +14,11 @@ loss_tables = st.integers(1, 5).flatmap(
     lambda groups: st.integers(1, 4).flatmap(
         lambda options: st.lists(
             st.lists(st.floats(0, 100, allow_nan=False, width=32), min_size=options, max_size=options),
-            min_size=groups, max_size=groups)))
+            min_size=groups,
+            max_size=groups,
+        )
+    )
+)
 
 
 @st.composite
@@ -104,18 +108,21 @@ def test_walk_misses_what_the_table_finds():
     assert exact(loss, cost, 3).loss == 1.5
 
 
-@pytest.mark.parametrize("call", [
-    lambda: within([[1, 2]], [2, 4], 1),
-    lambda: exact([[1, 2]], [2, 4], 1),
-    lambda: within([[np.nan, 2]], [2, 4], 9),
-    lambda: within([1, 2], [2, 4], 9),
-    lambda: within([[1, 2]], [2.5, 4], 9),
-    lambda: within([[1, 2]], [-1, 4], 9),
-    lambda: within([[1, 2]], [1, 2, 3], 9),
-    lambda: at_price([[1, 2]], [2, 4], -1),
-    lambda: at_price([[1, 2]], [2, 4], float("inf")),
-    lambda: exact(np.ones((5000, 2)), np.array([[0, 2**20 + i] for i in range(5000)]), 2**33),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: within([[1, 2]], [2, 4], 1),
+        lambda: exact([[1, 2]], [2, 4], 1),
+        lambda: within([[np.nan, 2]], [2, 4], 9),
+        lambda: within([1, 2], [2, 4], 9),
+        lambda: within([[1, 2]], [2.5, 4], 9),
+        lambda: within([[1, 2]], [-1, 4], 9),
+        lambda: within([[1, 2]], [1, 2, 3], 9),
+        lambda: at_price([[1, 2]], [2, 4], -1),
+        lambda: at_price([[1, 2]], [2, 4], float("inf")),
+        lambda: exact(np.ones((5000, 2)), np.array([[0, 2**20 + i] for i in range(5000)]), 2**33),
+    ],
+)
 def test_refused(call):
     with pytest.raises(KvsimError):
         call()
