@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import exp
 from typing import TYPE_CHECKING, Any
@@ -96,13 +97,17 @@ def _by_head_dim(table: tuple[tuple[int, float], ...], head_dim: Real) -> Real:
     return np.exp(np.interp(np.log(distinct), known, values))[where].reshape(np.shape(head_dim))
 
 
-def _fourth_power_norm(*terms: Real) -> Real:
-    """Smooth maximum (x^4 + y^4 + ...)^(1/4), by multiplications and two square roots."""
+def _smooth_max(terms: Sequence[Real], squarings: int) -> Real:
+    """(x^p + y^p + ...)^(1/p) for p = 2^squarings, by multiplications and square roots."""
     total: Real = 0.0
     for term in terms:
-        square = term * term
-        total = total + square * square
-    return np.sqrt(np.sqrt(total))
+        power = term
+        for _ in range(squarings):
+            power = power * power
+        total = total + power
+    for _ in range(squarings):
+        total = np.sqrt(total)
+    return total
 
 
 def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
@@ -110,15 +115,17 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
     """Seconds and named terms of one kernel with one set of coefficients.
 
         splits = min(units / blocks, rows / 64, max_splits), 1 or more
-        idle   = waves rounded up / waves, where waves = blocks * splits / (units * slots)
-        t0 + (memory^4 + (idle * conversion)^4 + (idle * compute)^4)^(1/4)
+        idle   = waves rounded up / waves (prefill: sqrt(1 + 1 / waves^2)), waves = blocks * splits / (units * slots)
+        t0 + (memory^p + (idle * conversion)^p + (idle * compute)^p)^(1/p), p = 8 (prefill: 2)
            + wave_s * ceil(blocks / units) + split_s * (1 - 1 / splits wanted) + window_s * cut
     """
     units = float(device.units or 1)
     per_unit = work.blocks * (1.0 / units)
     wanted = np.maximum(np.minimum(1.0 / per_unit, work.rows * (1.0 / SPLIT_ROWS)), 1.0)
     waves = per_unit * np.minimum(wanted, c.max_splits) * (1.0 / c.slots)
-    idle = np.ceil(waves) / waves
+    # Decode's blocks are alike and finish together; prefill's causal tiles differ in length and fill each other's gaps.
+    causal = c.op == "prefill"
+    idle = np.sqrt(1.0 + 1.0 / (waves * waves)) if causal else np.ceil(waves) / waves
     memory = _memory(device, c, work.bytes_moved, work.working_set)
     share = _by_head_dim(c.flops_shares, work.head_dim) if c.flops_shares else c.flops_share
     compute = work.flops * idle / (share * unit_of(device, "bf16"))
@@ -133,7 +140,7 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
         busy.append(parts[-1][1])
     parts.append(("waves", c.wave_s * np.ceil(per_unit)))
     parts.append(("split", c.split_s * (1.0 - 1.0 / wanted)))
-    seconds = _fourth_power_norm(*busy) + parts[-2][1] + parts[-1][1] + c.t0_s
+    seconds = _smooth_max(busy, 1 if causal else 3) + parts[-2][1] + parts[-1][1] + c.t0_s
     if c.window_s and np.any(work.cut):
         seconds = seconds + c.window_s * work.cut
     return seconds, tuple(parts)
@@ -211,7 +218,8 @@ def attention_work(phase: str, *, batch: Count, tokens: Count, n_heads: Count, n
     heads = b * h * head_dim
     tiles = -(-np.asarray(tokens) // TILE)
     seen = np.asarray(seen, np.float64)
-    pairs = np.maximum(seen * tokens - 0.5 * seen * (seen - 1.0), 0.5 * TILE * TILE * tiles)
+    # Tiles on the diagonal and at the window's edge are computed whole.
+    pairs = seen * tokens - 0.5 * seen * (seen - 1.0) + (0.25 * TILE) * tokens
     values = stored * tokens
     return KernelWork(values * (bits / 8.0) + 4.0 * heads * tokens, values, 4.0 * heads * pairs, b * h * tiles,
                       float(SPLIT_ROWS), None, head_dim, group, cut)
@@ -268,3 +276,36 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
     _check_shapes(sizes)
     choice = chosen(device, "matmul", kernel, dtype)
     return _answer(product_time(device, choice.coefficient, **sizes, dtype=dtype), choice)
+
+
+LINK_SHARE = {"switch": 0.83, "mesh": 0.75, "pcie": 0.45}
+"""Achieved share of the nominal link: NVLink4 peer to peer 371-377 of 450 GB/s, one MI300X link 48 of 64. Over PCIe
+every byte crosses the root twice, 57 of 64 GB/s each time."""
+HOP_SECONDS = {"switch": 1.5e-6, "mesh": 2.5e-6, "pcie": 6e-6}
+"""Latency of one step of a ring; assumed, hence the wide interval."""
+START_SECONDS = 5e-6
+MESH_PEERS = 7
+"""A mesh's links lead to this many peers (eight accelerators, fully connected)."""
+
+
+def allreduce_seconds(device: HardwareProfile, bytes: Any, ranks: int) -> Seconds:
+    """Time to sum `bytes` (per rank, an array or a number) over `ranks` equal devices: alpha-beta of a ring.
+
+        start + 2 (ranks - 1) hop + 2 (ranks - 1) / ranks * bytes / (share * link)
+
+    A mesh offers only the links to the ranks that take part. Raises KvsimError: a device without links to peers.
+    """
+    size, n = _quantity(bytes, "bytes"), whole(ranks, "ranks", low=1, high=4096)
+    if not isinstance(n, int):
+        raise KvsimError("ranks must be one number")
+    if n == 1:
+        return Seconds(size * 0.0, (1.0, 1.0), "one rank", (("launch", 0.0),))
+    topology = device.topology
+    link = device.host_link_bytes_per_s if topology == "pcie" else device.interconnect_bytes_per_s
+    if topology not in LINK_SHARE or not link:
+        raise KvsimError(f"{device.name} has no known links between devices ({topology}): {n} ranks cannot be timed")
+    reach = min(n - 1, MESH_PEERS) / MESH_PEERS if topology == "mesh" else 1.0
+    latency = START_SECONDS + 2.0 * (n - 1) * HOP_SECONDS[topology]
+    transfer = size * (2.0 * (n - 1) / n / (LINK_SHARE[topology] * reach * link))
+    return Seconds(latency + transfer, (0.6, 1.7), f"{topology}, ring of {n}, published link shares",
+                   (("launch", latency), ("link", transfer)))

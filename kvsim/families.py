@@ -10,31 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvsim.accuracy import log_errors
 from kvsim.coefficients import BOUNDS, FAMILIES, Coefficient
 from kvsim.errors import KvsimError
-from kvsim.fitting import DATE, fit, trusted
+from kvsim.fitting import DATE, fit, predictor, trusted
 from kvsim.kernels import kernel_family
 from kvsim.lending import CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES
 from kvsim.measured import Table, device_of, read_table
 
 ENGINE_ORDER = ("vllm", "sglang", "trtllm", "*", "")
-REALLY_DIFFERENT = 1.5
-"""Engine versions part where their common fit's median error is this many times that of separate fits."""
+REALLY_DIFFERENT = 1.25
+"""Engine versions part where their common fit's mean error is this many times that of separate fits."""
 
 
-def _kernel_name(kernel: str, op: str, versioned: bool = False) -> str:
-    engine, version, name = kernel_family(kernel)
-    if op == "matmul":
-        return "*"
-    return f"{engine}{'-' + version if versioned and version else ''}/{name}"
+def _kernel_name(kernel: str, op: str) -> str:
+    engine, _, name = kernel_family(kernel)
+    return f"{engine}/{'*' if op == 'matmul' else name}"
 
 
-def _median_error(table: Table, c: Coefficient) -> float:
-    from kvsim.fitting import predictor
-
-    return float(np.median(np.abs(np.log(predictor(table)(c) / table.seconds))))
+def _mean_error(table: Table, c: Coefficient) -> float:
+    return float(np.mean(np.abs(np.log(predictor(table)(c) / table.seconds))))
 
 
 def _fit_versions(table: Table, kernel: str, format: str, known: dict[str, float]) -> list[Coefficient]:
@@ -45,31 +42,43 @@ def _fit_versions(table: Table, kernel: str, format: str, known: dict[str, float
         return [together]
     order = sorted(np.unique(versions), key=lambda v: [int(x) for x in v.split(".") if x.isdecimal()])
     apart = [fit(table.where(versions == v), kernel, format, known) for v in order]
-    separate = np.mean([_median_error(table.where(versions == v), c) for v, c in zip(order, apart, strict=True)])
-    if _median_error(table, together) < REALLY_DIFFERENT * separate:
+    separate = np.mean([_mean_error(table.where(versions == v), c) for v, c in zip(order, apart, strict=True)])
+    if _mean_error(table, together) < REALLY_DIFFERENT * separate:
         return [together]
     engine, name = kernel.split("/")
     older = zip(order[:-1], apart[:-1], strict=True)
     return [apart[-1], *(replace(c, kernel=f"{engine}-{v}/{name}") for v, c in older)]
 
 
+def _order(name: str) -> tuple[int, bool, str]:
+    engine, kernel = name.split("/")
+    return ENGINE_ORDER.index(engine), "prefill" not in kernel, name
+
+
 def fit_family(tables: Iterable[Table], family: str) -> list[Coefficient]:
-    """Every (op, kernel, format) measured on devices of one family, the default kernel of each op first."""
+    """Every (op, kernel, format) measured on devices of one family, the default kernel of each op first.
+
+    Matrix products have no kernel in most questions: rows of all engines together come first, then each engine's.
+    """
     found: list[Coefficient] = []
     for table in tables:
         mine = table.where(np.array([device_of(str(g)).family == family for g in table.gpu]))
         mine = mine.where(trusted(mine))
         names = np.array([_kernel_name(str(k), mine.op) for k in mine.kernel])
-        for name in sorted(np.unique(names), key=lambda n: ENGINE_ORDER.index(str(n).split("/")[0])):
+        if mine.op == "matmul":
+            found += [fit(mine.where(mine.format == f), "*", str(f)) for f in _formats(mine.format)]
+        for name in sorted(map(str, np.unique(names)), key=_order):
             known: dict[str, float] = {}
-            formats = np.unique(mine.format[names == name])
-            for format in sorted(formats, key=lambda f: f != "bf16"):
-                rows = mine.where((names == name) & (mine.format == format))
-                new = _fit_versions(rows, str(name), str(format), known)
+            for format in _formats(mine.format[names == name]):
+                new = _fit_versions(mine.where((names == name) & (mine.format == format)), name, format, known)
                 if format == "bf16" and mine.op == "decode":
                     known = {"bandwidth_share": new[0].bandwidth_share}
                 found += new
     return found
+
+
+def _formats(column: NDArray[Any]) -> list[str]:
+    return sorted(map(str, np.unique(column)), key=lambda f: (f != "bf16", f))
 
 
 def _elementwise(rows: list[Coefficient]) -> Coefficient:

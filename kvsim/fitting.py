@@ -57,8 +57,8 @@ GROUP_LIMITS = (1e9, 32.0, 16.0)
 
 
 def _knobs(op: str, table: Table, known: dict[str, float]) -> list[Knob]:
-    """The numbers to fit for these rows; `known` narrows some to a value found elsewhere."""
-    knobs = [replace(k, start=known[k.name], stray=0.03) if k.name in known else k for k in KNOBS[op]]
+    """The numbers to fit for these rows; `known` holds some at a value found elsewhere."""
+    knobs = [replace(k, start=known[k.name], stray=0.003) if k.name in known else k for k in KNOBS[op]]
     if op != "matmul":
         field, start, high = ("element_rates", 10.0, 200.0) if op == "decode" else ("flops_shares", 0.45, 1.25)
         dims = [d for d in HEAD_DIMS if (table.sizes["head_dim"] == d).any()] or [128]

@@ -63,8 +63,12 @@ SIBLING_WIDENING = {"none": 0.16, "cast": 0.26}
 """Log widening where a family's coefficients serve a device they were not measured on (median error +10%, fp8 +16%)."""
 ENGINES = ("vllm", "sglang", "trtllm", "tensorrt", "torch", "kvsim")
 KERNELS = (
-    (r"trtllm_?(gen|mha|decode|prefill)", "trtllm_mha"),
-    (r"flashinfer|fidecode|fiprefill", "flashinfer"),
+    (r"trtllm_?decode", "trtllm_decode"),
+    (r"trtllm_?prefill", "trtllm_prefill"),
+    (r"trtllm_?(gen|mha)", "trtllm_mha"),
+    (r"fi_?decode", "fi_decode"),
+    (r"fi_?prefill", "fi_prefill"),
+    (r"flashinfer", "flashinfer"),
     (r"fa_?3|attn_?3|attention_?3", "fa3"),
     (r"fa_?2|attn_?2|attention_?2|flash_?att", "fa2"),
     (r"eager", "eager"),
@@ -73,6 +77,8 @@ KERNELS = (
     (r"torch_flow|trtllm", "trtllm"),
 )
 """How engines and tables spell the kernel families, the most specific first."""
+COUSINS = (("fa2", "fa3"), ("flashinfer", "fi_decode", "fi_prefill"), ("trtllm_mha", "trtllm_decode", "trtllm_prefill"))
+"""Kernels of one code base, which answer for each other before anything else does."""
 
 
 def known_format(name: str) -> Format:
@@ -119,7 +125,7 @@ def _score(wanted: str, have: str) -> int:
     if own_version and own_version != version:
         return 0
     same = bool(kernel) and kernel == own_kernel
-    cousin = bool(kernel) and not same and kernel[:2] == own_kernel[:2] == "fa"
+    cousin = not same and any(kernel in group and own_kernel in group for group in COUSINS)
     score = 8 * same + 4 * (bool(engine) and engine == own_engine) + 2 * cousin
     return score + (1 if score and own_version else 0)
 
@@ -158,7 +164,7 @@ def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, co
         else:
             notes.append(f"kernel {shown(kernel)} unknown for {device.family}, its default is used")
     row, factor, widen = _row_of(rows, family, format, conversion)
-    if row.format != format and (conversion != "none" or row.format not in ("bf16", "fp16", "*")):
+    if row.format not in (format, "*") and (conversion != "none" or format == "fp32"):
         notes.append(f"{format} by analogy with {row.format}")
     if row.borrowed:
         notes.append(f"borrowed from {row.borrowed}")
@@ -181,6 +187,8 @@ def _row_of(rows: list[Coefficient], family: str, format: str, conversion: str) 
     exact = next((c for c in ranked if c.format in (format, "*") and (others or c.kernel == family)), None)
     if exact is not None:
         return exact, 1.0, 0.0
+    if format == "fp32":
+        return next((c for c in ranked if c.format == "bf16"), ranked[0]), 0.5, 0.3
     factor, widen = RATE_OF_CLASS[conversion]
     for near in NEAREST[conversion]:
         found = next((c for c in ranked if c.format == near), None)
