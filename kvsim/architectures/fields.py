@@ -27,7 +27,7 @@ _HARMLESS = re.compile(
     r"dropout|pdrop|drop_|layerdrop|_eps$|epsilon|_init|init_|initializer|_token|token_|_loss|loss_|aux_|router_|_act$|activation|softcap"
     r"|_scal|scale|scaling|multiplier|output_|_implementation|gradient|checkpointing|^use_cache|dtype|_version|theta"
     r"|quantization|kv_cache_scheme|max_position|model_max_length|^task_specific|auto_map|_fp32|in_fp|upcast|^id2label|"
-    r"label2id|norm_topk|topk_|scoring_func|_group$|seq_aux|jitter|mtp|interleave|routing_bias|^quant|^pretraining|chunk_size_feed_forward|^attn_impl"
+    r"label2id|norm_topk|topk_|scoring_func|_group$|seq_aux|jitter|^use_.*(kernels|mambapy|scan)|mtp|interleave|routing_bias|^quant|^pretraining|chunk_size_feed_forward|^attn_impl"
     r"|context|is_decoder|is_encoder_decoder|cross_attention_hidden_size|tie_encoder_decoder|position_embedding_type|rotary|^rope_"
     r"|prune|^use_flash|flash_attn|^_attn|_attn_logit|logit|summary|mup|qk_clip|layer_norm_type|embd_pdrop|finetuning"
     r"|moe_layer_freq_note|_speculat|time_step|chunk_size$|^chunk_length|tokenizer|encoder_no_repeat|no_repeat|length_penalty"

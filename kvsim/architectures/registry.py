@@ -11,7 +11,7 @@ from kvsim.architectures.fields import Fields
 from kvsim.model import ModelSpec
 
 Builder = Callable[[Fields], ModelSpec]
-_FRAME = {"fields", "parts", "decoder", "windows", "registry"}
+_FRAME = {"fields", "mixers", "vision", "parts", "decoder", "windows", "registry"}
 
 
 @cache
