@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_BYTES = 64 * 2**20
-MAX_LINES = 20_000
-MAX_WIDTH = 4096
+MAX_LINES = 5_000
+MAX_WIDTH = 1536
+MAX_TEXT = 2**20
 ANSI = re.compile(r"\x1b\[[0-9;?]{0,32}[ -/]{0,4}[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|\x1b.")
-SOURCE = re.compile(r"\((?:[\w.-]+ )?pid=\d{1,10}\)|\[\w{0,24}\d\]|\b(?:TP|DP|PP|EP|Worker|Engine)[\w-]{0,24}|^[\w.-]{1,64}\s*\|")
+SOURCE = re.compile(
+    r"\((?:[\w.-]{1,64} )?pid=\d{1,10}\)|\[\w{0,24}\d\]|\b(?:TP|DP|PP|EP|Worker|Engine)[\w-]{0,24}|^[\w.-]{1,64}\s*\|"
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Explanation:
         found = Table(title="printed beside predicted")
         for name, justify in (("line", "right"), ("server", "left"), ("figure", "left"), ("printed", "right"),
                               ("predicted", "right"), ("", "center"), ("rule", "left")):  # fmt: skip
-            found.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+            found.add_column(name, justify=justify, overflow="fold", no_wrap=name != "rule")  # type: ignore[arg-type]
         for f in self.findings:
             mark = {True: "=", False: "differs", None: "?"}[f.matches]
             rule = "\n".join((f.rule, *(f"could be: {hint}" for hint in f.hints)))
@@ -119,7 +122,7 @@ def explain(path: str | Path, model: ModelSpec | None = None) -> Explanation:
     for parser in parsers():
         lines, cut = _lines(data, parser.KEYWORDS)
         if cut:
-            notes.append(f"only the first {MAX_LINES} lines that look like an engine's were read")
+            notes.append(f"only the first {MAX_LINES} lines (1 MiB) that look like an engine's were read")
         findings += parser.findings(lines, model)
     findings.sort(key=lambda f: f.line)
     if not findings:
@@ -160,12 +163,15 @@ def _lines(data: bytes, keywords: tuple[bytes, ...]) -> tuple[list[Line], bool]:
             end = data.find(b"\n", at, at + MAX_WIDTH)
             at = data.find(keyword, end if end >= 0 else at + MAX_WIDTH)
     found = []
-    number, counted = 1, 0
+    number, counted, read = 1, 0, 0
     for start in sorted(starts)[:MAX_LINES]:
         number += data.count(b"\n", counted, start)
         counted = start
         end = data.find(b"\n", starts[start], starts[start] + MAX_WIDTH)
-        raw = data[start : end if end >= 0 else starts[start] + MAX_WIDTH]
+        raw = data[start : end if end >= 0 else starts[start] + MAX_WIDTH // 8]  # no server prints such a line
+        read += len(raw)
+        if read > MAX_TEXT:
+            return found, True
         prefix = ANSI.sub("", raw[: starts[start] - start].decode("utf-8", errors="replace"))
         text = ANSI.sub("", raw[starts[start] - start :].decode("utf-8", errors="replace")).rstrip("\r")
         found.append(Line(number, text, prefix, " ".join(SOURCE.findall(prefix[:256]))))
