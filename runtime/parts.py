@@ -153,11 +153,12 @@ class Step:
     """What a policy may look at after a step: weights of the step's queries over the rows held, newest last.
 
     weights: [B, H, m, n] averaged over the query heads of a KV head (None where not asked for); keys: [B, H, n, d] or
-    None; queries: [B, Hq, m, d]; seen: tokens seen so far, these m included.
+    None; queries: [B, Hq, m, d]; seen: tokens seen so far, these m included. tail: newest rows that must not be dropped.
     """
 
     seen: int
     rows: int
+    tail: int = 0
     weights: Tensor | None = None
     queries: Tensor | None = None
     keys: Tensor | None = None
@@ -175,6 +176,8 @@ class Merged:
 class PolicyTwin(Twin[TokenPolicy]):
     """Which rows stay. State tensors are named as in `part.buffers()`: [B, H', rows, w]; rows keep their order."""
 
+    ragged: ClassVar[bool] = False
+    """Whether heads and sequences keep different numbers of rows."""
     prompt_weights: ClassVar[bool] = False
     step_weights: ClassVar[bool] = False
 

@@ -51,7 +51,9 @@ class Side:
         self.full: Paged | None = None
         self.tail: Paged | None = None
         self.appended = self.encoded_rows = 0
+        self.settled = False
         self.blocks: list[int] = []
+        self.numbers: list[int] | None = None
         self.ready = self.basis is None or not self.chain.basis.minimum_rows
 
     def _model_buffers(self) -> Tensors:
@@ -61,23 +63,34 @@ class Side:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def append(self, x: Tensor) -> None:
-        """Write rows x [B, H, n, d]; the first call is the prompt's and encodes what it may in one block."""
+        """Write rows x [B, H, n, d] into the tail; `settle` encodes what is due."""
         if not torch.isfinite(x).all():
             raise KvsimError(f"NaN or infinity in the {self.setting.place.where}: the model's activations overflowed")
-        first = self.appended == 0
+        if self.numbers is not None:
+            self.numbers += range(self.appended, self.appended + x.shape[2])
         self.appended += x.shape[2]
         if not self.ready:
             self.full = self.full or Paged(x, ALLOCATION_ROWS)
             self.full.append(x)
-            if self.full.rows < self.chain.basis.minimum_rows:
-                return
-            x, first = self.full.read(), True
-            self.full, self.ready = None, True
+            return
         if self.basis is not None:
             x = self._project(x)
         self.tail = self.tail or Paged(x, ALLOCATION_ROWS)
         self.tail.append(x)
-        self._flush(first)
+
+    def settle(self) -> None:
+        """Fit the basis once there are rows enough, and encode what the format says is due.
+
+        The first call takes the prompt's rows as one block; later rows are encoded step by step, each once.
+        """
+        if not self.ready and self.full is not None and self.full.rows >= self.chain.basis.minimum_rows:
+            rows = self._project(self.full.read())
+            self.full, self.ready = None, True
+            self.tail = Paged(rows, ALLOCATION_ROWS)
+            self.tail.append(rows)
+        if not self.plain and self.tail is not None:
+            self._flush(first=not self.settled)
+        self.settled = True
 
     def _project(self, x: Tensor) -> Tensor:
         assert self.basis is not None
@@ -93,18 +106,22 @@ class Side:
         return self.basis.project(x, self.basis_fixed)
 
     def _flush(self, first: bool) -> None:
-        """Encode what the format says is due: the prompt's rows as one block, later rows step by step."""
-        if self.plain or self.tail is None:
+        assert self.tail is not None
+        form = self.chain.format
+        due = max(0, self.tail.rows - (self.appended - int(form.quantized(self.appended))))
+        if not due:
             return
-        due = int(self.chain.format.quantized(self.appended)) - int(self.chain.format.quantized(self.appended - self.tail.rows))
-        due = min(max(due, 0), self.tail.rows)
-        sizes = [due] if first else [self.step] * (due // self.step)
+        pieces = [due] if first or not self.by_block or due < self.step else [self.step] * (due // self.step)
         done = 0
-        for size in sizes:
-            if size:
-                self._encode(self.tail.read(done, done + size))
-                done += size
+        for size in pieces:
+            self._encode(self.tail.read(done, done + size))
+            done += size
         self.tail.drop_front(done)
+
+    @property
+    def by_block(self) -> bool:
+        """Whether a flush leaves a mark of its own (a scale or factor for the block)."""
+        return any(not self._rows_per(b.name) for b in self.declared(1, 1) if b.rows_per_unit and not b.per_model)
 
     def _encode(self, x: Tensor) -> None:
         taken: dict[str, Tensor] = {}
@@ -225,29 +242,50 @@ class Side:
         self.encoded_rows = encoded
         self.blocks = [encoded] if encoded else []
 
-    def expire(self, keep_units: list[tuple[int, int]]) -> None:
-        """Keep encoded rows of the given ranges (whole units, in rows of the encoded part) and drop the others."""
-        kept = [r for low, high in keep_units for r in range(low, high)]
-        if len(kept) == self.encoded_rows:
+    def expire(self, ranges: list[tuple[int, int]]) -> None:
+        """Drop by position: keep rows of `ranges` (counted over all rows appended), whole units among the encoded ones."""
+        numbers = list(range(self.appended)) if self.numbers is None else self.numbers
+        edge = self.appended - (self.appended - int(self.chain.format.quantized(self.appended)) if self.ready else self.appended)
+        edge = edge if self.encoded_rows else 0
+        wanted, done = set[int](), 0
+        for low, high in ranges:
+            first = max(min(low, edge) // self.unit * self.unit, done)
+            done = max(-(-min(high, edge) // self.unit) * self.unit, first)
+            wanted |= set(range(first, done)) | set(range(max(low, edge), high))
+        kept = [i for i, number in enumerate(numbers) if number in wanted]
+        if len(kept) < len(numbers):
+            self._keep_encoded([i for i in kept if i < self.encoded_rows])
+            rest = self.full if self.full is not None else self.tail
+            if rest is not None:
+                first_tail = len(numbers) - rest.rows
+                at = torch.tensor([i - first_tail for i in kept if i >= first_tail], dtype=torch.int64)
+                rest.assign(rest.read().index_select(2, at.to(self.setting.device)))
+        self.numbers = [numbers[i] for i in kept]
+
+    def _keep_encoded(self, rows: list[int]) -> None:
+        if len(rows) == self.encoded_rows:
             return
-        at = torch.tensor(kept, dtype=torch.int64)
+        at = torch.tensor(rows, dtype=torch.int64)
         block_of = self._block_of()
         for name, buffer in self.encoded.items():
             per = self._rows_per(name)
-            rows = buffer.read()
+            held = buffer.read()
             wanted = at if per == 1 else torch.unique(at // per) if per else torch.unique(block_of[at])
-            buffer.assign(rows.index_select(2, wanted.to(rows.device)))
+            buffer.assign(held.index_select(2, wanted.to(held.device)))
         _, sizes = torch.unique(block_of[at], return_counts=True)
-        self.blocks, self.encoded_rows = sizes.tolist(), len(kept)
+        self.blocks, self.encoded_rows = sizes.tolist(), len(rows)
 
-    def drop_tail_front(self, rows: int) -> None:
-        """Drop the oldest rows of the tail (positional windows shorter than the tail)."""
-        rest = self.full if self.full is not None else self.tail
-        if rest is not None and rows:
-            rest.drop_front(rows)
+    def visible(self, ranges: list[tuple[int, int]]) -> Tensor | None:
+        """Which held rows lie in `ranges`, int64 [m]; None where all do. Dead rows wait for the rest of their unit."""
+        if self.numbers is None:
+            return None
+        live = [i for i, n in enumerate(self.numbers) if any(low <= n < high for low, high in ranges)]
+        return None if len(live) == len(self.numbers) else torch.tensor(live, device=self.setting.device)
 
     def crop(self, rows: int) -> None:
         """Forget the newest rows: from the tail first, then from encoded rows, a cut unit going back to the tail."""
+        if self.numbers is not None:
+            raise KvsimError("crop: rows were dropped by position; a cache cannot be cropped back across dropped rows")
         for held in (self.full, self.tail):
             if held is not None and rows and held.rows:
                 gone = min(rows, held.rows)
@@ -263,7 +301,7 @@ class Side:
         rest = None
         if left > whole:
             rest = self._decode(self._slice(whole, whole + self.unit), self._block_of()[whole : whole + self.unit])
-        self.expire([(0, whole)])
+        self._keep_encoded(list(range(whole)))
         if rest is not None:
             assert self.tail is not None
             self.tail.append(rest[:, :, : left - whole].to(self.setting.dtype))
