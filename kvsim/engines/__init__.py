@@ -1,8 +1,8 @@
 """How serving engines account for KV memory: `memory(engine, model, **flags)`; an engine is one module of this package.
 
 An engine module states `NAMES` (how users call it), `ALIASES` (the engine's own flag spellings -> parameter names) and
-`memory(model, *, flags with types and defaults) -> Memory`. It joins by being there; values given as text are read
-by the parameter's annotation.
+`memory(model, *, flags with types and defaults) -> Memory`; where it can run methods, `realise(method, *, ...) -> str`.
+It joins by being there; values given as text are read by the parameter's annotation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvsim.engines.result import Cache, Memory
 from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 
-__all__ = ["Cache", "Memory", "engine_module", "engines", "flag_names", "memory"]
+__all__ = ["Cache", "Memory", "engine_module", "engines", "flag_names", "flags", "memory"]
 
 YES, NO = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
 SUFFIX = {"k": 2**10, "m": 2**20, "g": 2**30}
@@ -77,6 +78,28 @@ def memory(engine: str, model: ModelSpec, **flags: Any) -> Memory:
         given[name] = _value(value, hints[name], name)
     result: Memory = module.memory(model, **given)
     return result
+
+
+def flags(
+    engine: str,
+    method: Method | str,
+    *,
+    max_model_len: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    max_num_seqs: int | None = None,
+) -> str:
+    """The command-line flags with which `engine` runs a method; KvsimError with the reason where it cannot."""
+    module = engine_module(engine)
+    if not hasattr(module, "realise"):
+        raise KvsimError(f"{engine} has no flags known here for running a method")
+    found: str = module.realise(
+        parse_method(method), max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
+        tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size,
+        max_num_seqs=max_num_seqs,
+    )  # fmt: skip
+    return found
 
 
 def _flag(key: str, known: tuple[str, ...], aliases: dict[str, str], engine: str) -> str:

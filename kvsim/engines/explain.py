@@ -162,7 +162,7 @@ def _lines(data: bytes, keywords: tuple[bytes, ...]) -> tuple[list[Line], bool]:
             starts[start] = min(at, starts.get(start, at))
             end = data.find(b"\n", at, at + MAX_WIDTH)
             at = data.find(keyword, end if end >= 0 else at + MAX_WIDTH)
-    found = []
+    found: list[Line] = []
     number, counted, read = 1, 0, 0
     for start in sorted(starts)[:MAX_LINES]:
         number += data.count(b"\n", counted, start)

@@ -11,6 +11,7 @@ from kvsim.engines.llamacpp_caches import (
     refusals,
     state_caches,
 )
+from kvsim.engines.llamacpp_flags import realise
 from kvsim.engines.llamacpp_layers import devices, plan
 from kvsim.engines.llamacpp_types import checked
 from kvsim.engines.llamacpp_version import Rules, rules
@@ -19,6 +20,7 @@ from kvsim.errors import KvsimError
 from kvsim.model import ModelSpec
 from kvsim.workload import whole
 
+__all__ = ["ALIASES", "NAMES", "memory", "realise"]
 NAMES = ("llama.cpp", "llamacpp", "llama-server", "llama-cpp")
 ALIASES = {
     "c": "n_ctx", "ctx-size": "n_ctx", "ctx": "n_ctx", "ctk": "type_k", "cache-type-k": "type_k", "ctv": "type_v",
