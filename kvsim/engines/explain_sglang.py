@@ -114,9 +114,9 @@ def _rows(name: str, values: tuple[str, ...]) -> list[tuple[str, str, str]]:
 
 
 def _options(what: str, memory: Memory, model: ModelSpec) -> tuple[list[float], str]:
-    """What the print may show: the whole pool, one kind of layers where kinds have pools of their own, a draft layer."""
+    """What the print may show: the whole pool, one kind of layers where each has a pool of its own, a draft layer."""
     if what in ("conv state", "ssm state"):
-        part = what.split()[0]
+        part = what.removesuffix(" state")
         return [c.bytes / GIB for c in memory.states if c.name == part], "(slots + 1) * bytes a slot"
     if what == "window tokens":
         return [float(c.tokens or 0) for c in memory.caches if c.name == "window"], "tokens * swa_full_tokens_ratio"
@@ -140,7 +140,7 @@ def _finding(server: Server, what: str, printed: str, unit: str, options: list[f
     hints: tuple[str, ...] = ()
     if not matches and float(texts[0]) > 0:
         share = float(printed) / float(texts[0])
-        hints = tuple(text for low, text in ((0.5, "kv_cache_dtype fp8 or twice the tp_size"), (2.0, "kv_cache_dtype bf16 "
-                      "or half the tp_size")) if abs(share / low - 1) < 0.01)  # fmt: skip
+        known = ((0.5, "kv_cache_dtype fp8 or twice the tp_size"), (2.0, "kv_cache_dtype bf16 or half the tp_size"))
+        hints = tuple(text for ratio, text in known if abs(share / ratio - 1) < 0.01)
     return Finding("sglang", what, printed, unit, printed if matches else texts[0], matches, rule, hints, number,
                    server.number)  # fmt: skip

@@ -68,14 +68,21 @@ def realised_format(engine: str, method: Method | str) -> str:
 
 
 def format_key(part: Format) -> str:
-    """The word by which the table knows a format: its name, and what tells it from others of that name."""
+    """The word by which the table knows a format: its name, and what tells it from others of that name.
+
+    A full-precision tail (residual) is none of an engine's formats and is said in the word.
+    """
+    return _kind(part) + ("+tail" if getattr(part, "residual", 0) else "")
+
+
+def _kind(part: Format) -> str:
     name = part.name
     if name == "float8":
         own_scale = getattr(part, "scale", "none") == "row"
         return f"float8-{getattr(part, 'kind', 'e4m3')}{'-row' if own_scale else ''}"
     if name == "int":
-        group = getattr(part, "group", None)
-        row = getattr(part, "axis", "") == "token" and group is not None and group >= FULL_ROW
+        axis, group = getattr(part, "axis", ""), getattr(part, "group", None)
+        row = axis == "row" or (axis == "token" and group is not None and group >= FULL_ROW)
         return f"int{getattr(part, 'bits', 0)}-{'row' if row else 'grouped'}"
     if name in ("rotated", "mxfp"):
         return f"{name}{getattr(part, 'bits', 0)}"

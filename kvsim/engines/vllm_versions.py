@@ -80,7 +80,7 @@ def release(version: str | None) -> Release:
     Raises KvsimError for a text without a version or month.
     """
     text = DEFAULT if version is None else str(version)
-    engine = re.search(r"\bV([01])\b", text, re.IGNORECASE)
+    engine = re.search(r"\bV([01])\b(?!\.\w)", text, re.IGNORECASE)
     date = re.search(r"\b(20\d\d)(?:-(\d\d))?\b", text)
     number = re.search(r"(?<![\d.])v?(\d+)\.(\d+|x)(?:\.(\d+))?", text, re.IGNORECASE)
     if date and not (number and number.group(1) in ("0", "1")):
@@ -89,7 +89,7 @@ def release(version: str | None) -> Release:
         parts = [0 if p in (None, "x") else int(p) for p in number.groups()]
         found = (parts[0], parts[1], parts[2])
     else:
-        raise KvsimError(f"vLLM version {shown(version)} unknown: write it like 0.11.2 or as a month, 2025-09")
+        raise KvsimError(f"vLLM version {shown(version)} is unknown: write it like 0.11.2 or as a month, 2025-09")
     v0 = engine.group(1) == "0" if engine else found < (0, 8)
     if v0 and found >= (0, 11):
         raise KvsimError(f"vLLM {shown(version)} has no V0 engine: it was removed in 0.11")
