@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,6 +127,16 @@ class BasisTwin(Twin[Basis]):
         return None
 
 
+class Rotates(Protocol):
+    """A rotary embedding: rows [B, H, n, d] that stand at positions [B, n]."""
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate rows to their positions."""
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse."""
+
+
 @dataclass
 class Prompt:
     """What a token policy may look at when the prompt ends; rows are after RoPE unless the method says otherwise.
@@ -135,6 +145,7 @@ class Prompt:
     all queries of the prompt and averaged over the query heads of a KV head, [B, H, T]; seen_by: how many queries could
     see each row, [T]; last: weights of the last query, [B, H, T]; hits: queries whose weight exceeded their mean, [B, H, T]
     (None where the policy does not ask for weights). scores: [B, H, T] from a pass outside (gradients), or None.
+    rotation, positions [B, T]: the model's rotary embedding and where rows stand; None: unknown, and 0 to T - 1.
     """
 
     keys: Tensor
@@ -146,14 +157,17 @@ class Prompt:
     last: Tensor | None = None
     hits: Tensor | None = None
     scores: Tensor | None = None
+    rotation: Rotates | None = None
+    positions: Tensor | None = None
 
 
 @dataclass
 class Step:
     """What a policy may look at after a step: weights of the step's queries over the rows held, newest last.
 
-    weights: [B, H, m, n] averaged over the query heads of a KV head (None where not asked for); keys: [B, H, n, d] or
-    None; queries: [B, Hq, m, d]; seen: tokens seen so far, these m included. tail: newest rows that must not be dropped.
+    weights: [B, H, m, n] averaged over the query heads of a KV head (None where not asked for); queries: [B, Hq, m, d];
+    keys, values: the rows that `step_rows` asks for, the last m or all n; seen: tokens seen so far, these m included;
+    rows: n, these m included. tail: newest rows that must not be dropped while older ones are left. new: m.
     """
 
     seen: int
@@ -162,14 +176,35 @@ class Step:
     weights: Tensor | None = None
     queries: Tensor | None = None
     keys: Tensor | None = None
+    values: Tensor | None = None
+    new: int = 1
 
 
 @dataclass
 class Merged:
-    """Rows that a policy wrote anew: keys, values [B, H, m, d], and what stands in its buffers for them."""
+    """Rows that a policy wrote anew: keys, values [B, H, m, d], and what stands in its buffers for them.
+
+    rows: int64 [B, H], live rows of each head, the others of the m are padding behind them; None: all are live.
+    """
 
     keys: Tensor
     values: Tensor
+    state: Tensors
+    rows: Tensor | None = None
+
+
+@dataclass
+class Fold:
+    """What a merging policy does after a step: row at[b, h, i] becomes keys, values [B, H, m, d], then rows are dropped.
+
+    at: int64 [B, H, m], -1 where a head writes fewer; may repeat a row with the same content. drop: ascending int64
+    [B, H, k], -1 (first) where a head drops fewer; None: nothing. state: for all rows held, before the drop.
+    """
+
+    at: Tensor
+    keys: Tensor
+    values: Tensor
+    drop: Tensor | None
     state: Tensors
 
 
@@ -180,6 +215,12 @@ class PolicyTwin(Twin[TokenPolicy]):
     """Whether heads and sequences keep different numbers of rows."""
     prompt_weights: ClassVar[bool] = False
     step_weights: ClassVar[bool] = False
+    step_queries: ClassVar[bool] = False
+    step_rows: ClassVar[Literal["none", "new", "all"]] = "none"
+
+    def model_buffers(self) -> Tensors:
+        """Per-model buffers (planes, an estimator), each [1, H', rows, w]; the same tensors at every call."""
+        return {}
 
     @property
     def prompt_queries(self) -> int:
@@ -202,12 +243,19 @@ class PolicyTwin(Twin[TokenPolicy]):
         """New state (for all rows held, before any drop) and the rows to drop, ascending int64 [B, H, k], or None."""
         return state, None
 
+    def fold(self, state: Tensors, step: Step) -> Fold | None:
+        """In place of `step` where `part.merges` and rows leave while generating; None: nothing changes."""
+        return None
+
     def attended(self, state: Tensors, queries: Tensor, rows: int) -> Tensor | None:
         """Rows that a step reads, int64 [B, H, m], or None for all (page selection)."""
         return None
 
-    def bias(self, state: Tensors) -> Tensor | None:
-        """Added to the logits of the rows held, [B, H, rows] (log-counts of merged rows), or None."""
+    def bias(self, state: Tensors, seen: int = 0, rows: int = 0) -> Tensor | None:
+        """Added to the logits of the rows held, float32 [B, H, rows] (log-counts of merged rows), or None.
+
+        state, seen: as the prompt or the last step left them; rows: held now, this step's new ones behind them included.
+        """
         return None
 
 
