@@ -127,6 +127,10 @@ def _body(text: str) -> Method:
     values = _stages(split(text[marks[1] + 1 :], "|"))
     if not (isinstance(keys.tokens, Keep) and isinstance(values.tokens, Keep)):
         raise KvsimError("a token policy holds for keys and values alike: write it before k:")
+    for stage in split(text[marks[1] + 1 :], "|"):
+        kind = parts().get(_call(split(stage, "+")[0])[0])
+        if kind is not None and getattr(kind, "keys_only", False):
+            raise KvsimError(f"{kind.name} estimates query-key products and cannot hold values; use it after k:")
     return replace(policy, k=keys.k, v=values.v)
 
 

@@ -55,13 +55,14 @@ def ready(rows: Count, minimum: int) -> Any:
     return 1 * (rows >= minimum)
 
 
-def svd_flops(rows: Count, width: int) -> Any:
+def svd_flops(rows: Count, width: int) -> tuple[Any, Any]:
     """Singular values and right vectors of a rows x width matrix, 4 n d^2 + 8 d^3 with d the shorter side.
 
+    The first term is blocked reflections, which are matrix products; returned as (other arithmetic, products).
     Golub and Van Loan, Matrix Computations, section 8.6 (Golub-Reinsch, singular values and V).
     """
     short = 1.0 * np.minimum(rows, width)
-    return 4.0 * np.maximum(rows, width) * short**2 + 8.0 * short**3
+    return 8.0 * short**3, 4.0 * np.maximum(rows, width) * short**2
 
 
 def row_bytes(place: Place) -> float:

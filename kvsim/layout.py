@@ -167,11 +167,9 @@ def _side(
         raise KvsimError(
             f"{chain.basis.name}: layer {place.layer} is MLA, whose cache is a latent already; use a format without a basis"
         )
-    chain.format.check_place(place)
     width = chain.basis.latent(place)
     latent = replace(place, heads=width.heads, width=width.width)
-    if chain.basis.name != "identity":
-        chain.format.check_place(latent)
+    chain.format.check_place(latent)
     return Side(place, chain, latent, tuple(_buffers(place, latent, chain, rows, new, ranges)))
 
 

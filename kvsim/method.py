@@ -141,9 +141,15 @@ class Method:
     def _check_rows(self, side: str, chain: Chain) -> None:
         policy = self.tokens
         if policy.drops == "rows" and not policy.positional and not chain.row_addressable:
+            tied = next((c for c in chain.corrections if not c.row_addressable), chain.format)
             raise KvsimError(
-                f"{policy.name} drops single rows while generating, but the {side} in {chain.format} share scales between rows, "
-                f"so a row cannot leave alone; use groups along the row (axis=token, scale=row) or a prompt policy such as snapkv"
+                f"{policy.name} drops single rows while generating, but {tied} ties {side} of several rows together, so a row "
+                f"cannot leave alone; use groups along the row (axis=token, scale=row) or a prompt policy such as snapkv"
+            )
+        if policy.drops == "rows" and policy.per_head and chain.basis.joins_heads:
+            raise KvsimError(
+                f"{policy.name} drops other rows in each head, but {chain.basis.name} writes one row for several heads; "
+                f"use a basis for each head (svd) or a prompt policy such as snapkv"
             )
 
     @property

@@ -105,17 +105,31 @@ class Place:
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic and traffic for one sequence; arrays broadcast with the counts they came from."""
+    """Arithmetic and traffic for one sequence; arrays broadcast with the counts they came from.
+
+    products: flops of matrix products, which run at the rate of matrix units; flops: all other arithmetic.
+    """
 
     flops: Any = 0.0
     read_bytes: Any = 0.0
     write_bytes: Any = 0.0
+    products: Any = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes)
+        return Work(
+            self.flops + other.flops,
+            self.read_bytes + other.read_bytes,
+            self.write_bytes + other.write_bytes,
+            self.products + other.products,
+        )
+
+    @property
+    def arithmetic(self) -> Any:
+        """All flops."""
+        return self.flops + self.products
 
     def __bool__(self) -> bool:
-        return any(np.any(x) for x in (self.flops, self.read_bytes, self.write_bytes))
+        return any(np.any(x) for x in (self.flops, self.read_bytes, self.write_bytes, self.products))
 
 
 @dataclass(frozen=True)
@@ -326,6 +340,11 @@ class Basis(Part):
     @property
     def before_rope(self) -> bool:
         """Whether keys are projected before the rotation."""
+        return False
+
+    @property
+    def joins_heads(self) -> bool:
+        """Whether one row of coefficients stands for several heads."""
         return False
 
     @property

@@ -226,8 +226,11 @@ def _merit(c: Candidate, objective: Objective) -> tuple[float, float]:
 
 
 def frontier(kept: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Candidates that no other beats in peak memory, step time and compression at once."""
-    points = [(float(c.record.peak_bytes), float(c.record.decode.seconds), -float(c.record.compression)) for c in kept]
+    """Candidates that no other beats in peak memory, step time and compression at once.
+
+    Less compression is better here: until quality is measured, what a method keeps is the only stand-in for it.
+    """
+    points = [(float(c.record.peak_bytes), float(c.record.decode.seconds), float(c.record.compression)) for c in kept]
     best = []
     for i, mine in enumerate(points):
         beaten = any(all(o <= m for o, m in zip(other, mine, strict=True)) and other != mine for other in points)

@@ -91,13 +91,13 @@ class Score:
         pairs = place.n_heads * self.queries(prompt, observed) * t
         pairs = pairs * (0.5 if "gradients" in self.needs else 1.0)
         d = place.width
-        flops = pairs * (2 * d * self.dots + self.pair_flops) + 2 * d * self.row_dots * place.heads * t
-        flops = flops + (4 * d * d + 2 * d) * self.quadratics * place.n_heads * t
+        flops = pairs * self.pair_flops + 2 * d * self.row_dots * place.heads * t
+        products = pairs * 2 * d * self.dots + (4 * d * d + 2 * d) * self.quadratics * place.n_heads * t
         sides = ("keys" in self.needs) + ("values" in self.needs)
         read = sides * place.heads * t * d * size
         query_rows = self.queries(prompt, observed) + self.quadratics * t
         read = read + place.n_heads * d * size * query_rows * (2 if "gradients" in self.needs else 1)
-        return Work(flops, read, 4.0 * place.heads * t)
+        return Work(flops, read, 4.0 * place.heads * t, products)
 
     def step_work(self, rows: Count, heads: int, place: Place, observed: int) -> Work:
         """Work of one step over `rows` attended rows: the newest row's score, and the old ones' where they change.
@@ -115,7 +115,7 @@ class Score:
         moved = state * n
         if self.needs_weights:
             return Work(pairs, 4.0 * pairs + moved, moved)
-        return Work(pairs * (2 * d + SOFTMAX_FLOPS + 1), n * place.heads * d * size + moved, moved)
+        return Work(pairs * (SOFTMAX_FLOPS + 1), n * place.heads * d * size + moved, moved, pairs * 2 * d)
 
     def buffers(self, stored: Count | None, heads: int, place: Place, observed: int) -> tuple[Buffer, ...]:
         """State of one layer: a row's share where the policy runs on (`stored` rows), and what is fixed."""

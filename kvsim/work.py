@@ -15,6 +15,9 @@ from kvsim.parts import Work
 SMALL_KERNELS = 5
 """Kernels of a layer that only stream activations: two norms, rotation and cache write, activation, residual."""
 
+BLOCK_BYTES = 32768.0
+"""Bytes that one thread block of a streaming kernel takes on: large arrays fill every unit."""
+
 
 @dataclass(frozen=True)
 class Op:
@@ -167,8 +170,9 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
         flops = flops + batch * (
             2.0 * attention.n_heads * attended * side.place.width + side.chain.basis.attend_flops(attended, side.place)
         )
-        for fix in side.chain.corrections:
-            flops = flops + batch * side.latent.heads * attended * fix.read_flops(side.latent)
+        form = side.chain.format
+        again = form.read_flops(side.latent) + sum(c.read_flops(side.latent) for c in side.chain.corrections)
+        flops = flops + batch * side.latent.heads * (attended * again + form.step_flops(side.latent))
     if attention.kind == "mla":
         flops = flops + 2.0 * batch * attention.n_heads * attended * attention.k_dim
     for b in layout.plain_buffers:
@@ -259,10 +263,21 @@ def _state_op(group: LayerGroup, batch: Any, count: int, tokens: Any) -> Iterato
 
 
 def _work_op(name: str, work: Work, batch: Any, count: int) -> Iterator[Op]:
-    if work:
-        yield Op(
-            name, "elementwise", count, bytes=batch * (work.read_bytes + work.write_bytes), flops=batch * work.flops
-        )
+    """A method's own work: streamed arithmetic as one kernel, matrix products as another; both fill the device."""
+    if not work:
+        return
+    moved = 1.0 * batch * (work.read_bytes + work.write_bytes)
+    blocks = largest(moved / BLOCK_BYTES, 1.0)
+    yield Op(name, "elementwise", count, bytes=moved, flops=1.0 * batch * work.flops, blocks=blocks)
+    if np.any(work.products):
+        yield Op(name, "prefill", count, bytes=0.0 * moved, flops=1.0 * batch * work.products, blocks=blocks)
+
+
+def _encode(side: Side, rows: Any) -> Work:
+    """Arithmetic to encode `rows` rows of one side."""
+    row = side.chain.format.encode_row_flops(side.latent)
+    row += sum(c.encode_row_flops(side.latent) for c in side.chain.corrections)
+    return Work(1.0 * side.latent.heads * rows * row)
 
 
 def _step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
@@ -271,14 +286,13 @@ def _step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
     for side in layout.sides:
         if side.chain.is_full:
             continue
-        values = side.latent.heads * side.latent.width
-        encode = side.chain.format.encode_flops + sum(c.encode_flops for c in side.chain.corrections)
-        moved = values * side.latent.value_bits / 8
-        work = work + side.chain.basis.write_work(side.place) + Work(encode * values, moved, moved)
+        moved = side.latent.heads * side.latent.width * side.latent.value_bits / 8
+        work = work + _encode(side, 1) + side.chain.basis.write_work(side.place) + Work(0.0, moved, moved)
+        if side.chain.format.name == "full":
+            work = work + side.chain.basis.rewrite_work(layout.rows.stored, side.place)
+    policy = layout.method.tokens
     yield from _work_op("compress and append", work, batch, count)
-    yield from _work_op(
-        f"{layout.method.tokens.name} step", layout.method.tokens.step_work(layout.rows, _keys(layout)), batch, count
-    )
+    yield from _work_op(f"{policy.name} step", policy.step_work(layout.rows, _keys(layout)), batch, count)
 
 
 def _compress_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits: int) -> Iterator[Op]:
@@ -290,15 +304,10 @@ def _compress_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bi
     for side in layout.sides:
         if side.chain.is_full:
             continue
-        values = 1.0 * kept * side.latent.heads * side.latent.width
-        encode = side.chain.format.encode_flops + sum(c.encode_flops for c in side.chain.corrections)
         read = 1.0 * kept * side.place.heads * side.place.width * value_bits / 8
-        written = sum((b.bytes for b in side.buffers if not b.per_model), start=0)
-        work = (
-            work
-            + side.chain.basis.fit_work(kept, side.place)
-            + Work(encode * values, read, smallest(1.0 * written, read))
-        )
+        fit = side.chain.basis.fit_work(kept, side.place)
+        written = smallest(sum((1.0 * b.bytes for b in side.buffers if not b.per_model), start=0.0), read)
+        work = work + _encode(side, kept) + fit + Work(0.0, 0.0 if fit else read, written)
     yield from _work_op("compress", work, batch, count)
 
 

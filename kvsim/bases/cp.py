@@ -30,6 +30,11 @@ class Cp(Projection):
         """The rank: fewer rows stay full."""
         return self.rank
 
+    @property
+    def joins_heads(self) -> bool:
+        """One row of coefficients stands for several heads."""
+        return True
+
     def latent(self, place: Place) -> Latent:
         """A row of A for all heads together."""
         check_rank("cp", self.rank, place.heads * place.width, place, "heads x width")
@@ -54,10 +59,10 @@ class Cp(Projection):
         sweep = 3 * 2.0 * n * h * w * r + 2.0 * r * r * (n + h + w) * 2 + r**3
         fixed = sum(b.bytes for b in self.buffers(rows, 0, place))
         read = there * 3.0 * self.iterations * rows * row_bytes(place)
-        return Work(there * self.iterations * sweep, read, 1.0 * fixed)
+        return Work(0.0, read, 1.0 * fixed, there * self.iterations * sweep)
 
     def write_work(self, place: Place) -> Work:
         """A row times the Khatri-Rao product, then a solve with its factored normal matrix."""
         r = self.rank
         fixed = sum(int(b.bytes) for b in self.buffers(r, 0, place))
-        return Work(place.heads * self.head_flops(place) + place.heads * r + 2.0 * r * r, float(fixed))
+        return Work(place.heads * r + 2.0 * r * r, float(fixed), products=place.heads * self.head_flops(place))

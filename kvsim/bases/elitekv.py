@@ -40,6 +40,11 @@ class EliteKv(Basis):
         """Values of a head that go into the latent: all but the elite ones of keys."""
         return place.width - (2 * self.frequencies if place.side == "k" else 0)
 
+    @property
+    def joins_heads(self) -> bool:
+        """One row of coefficients stands for several heads."""
+        return True
+
     def latent(self, place: Place) -> Latent:
         """One joint row beside the keys, nothing beside the values."""
         if self.plain(place) < 0:
@@ -58,12 +63,12 @@ class EliteKv(Basis):
 
     def fit_work(self, rows: Count, place: Place) -> Work:
         """Nothing is fitted: all rows are read, keys turned back (3 flops a value), and projected."""
-        return Work(1.0 * rows * self._row_flops(place), rows * row_bytes(place))
+        return Work(read_bytes=rows * row_bytes(place), products=1.0 * rows * self._row_flops(place))
 
     def write_work(self, place: Place) -> Work:
         """One product with this side's basis, which is read."""
         held = self.rank * place.heads * self.plain(place) * place.value_bits / 8.0
-        return Work(self._row_flops(place), held)
+        return Work(read_bytes=held, products=self._row_flops(place))
 
     def _row_flops(self, place: Place) -> float:
         turned = 3.0 * place.heads * place.width if place.side == "k" else 0.0

@@ -37,8 +37,8 @@ class LearnedProjection(Projection):
 
     def fit_work(self, rows: Count, place: Place) -> Work:
         """Nothing is fitted: all rows are read and projected."""
-        return Work(2.0 * rows * place.heads * self.rank * place.width, rows * row_bytes(place))
+        return Work(read_bytes=rows * row_bytes(place), products=2.0 * rows * place.heads * self.rank * place.width)
 
     def write_work(self, place: Place) -> Work:
         """One product with each head's encoder, which is read."""
-        return Work(2.0 * place.heads * self.rank * place.width, self.rank * row_bytes(place))
+        return Work(read_bytes=self.rank * row_bytes(place), products=2.0 * place.heads * self.rank * place.width)

@@ -70,7 +70,7 @@ class Nmf(Projection):
         update = 4.0 * n * place.width * r + 4.0 * n * r * r + 4.0 * place.width * r * r
         fixed = sum(b.bytes for b in self.buffers(rows, 0, place))
         read = there * 2.0 * self.iterations * rows * row_bytes(place)
-        return Work(there * self.iterations * place.heads * parts * update, read, 1.0 * fixed)
+        return Work(0.0, read, 1.0 * fixed, there * self.iterations * place.heads * parts * update)
 
     def write_work(self, place: Place) -> Work:
         """Products with the factors, then sweeps over a rank x rank system for each part."""

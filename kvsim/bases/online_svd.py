@@ -59,17 +59,19 @@ class OnlineSvd(Projection):
     def fit_work(self, rows: Count, place: Place) -> Work:
         """The prompt in one batch, as svd does it."""
         there = ready(rows, self.rank)
-        flops = place.heads * (svd_flops(rows, place.width) + 2.0 * rows * place.width * self.rank)
-        return Work(there * flops, there * rows * row_bytes(place), there * self.rank * row_bytes(place))
+        small, products = svd_flops(rows, place.width)
+        products = place.heads * (products + 2.0 * rows * place.width * self.rank)
+        held = there * self.rank * row_bytes(place)
+        return Work(there * place.heads * small, there * rows * row_bytes(place), held, there * products)
 
     def write_work(self, place: Place) -> Work:
         """Projection and residual, an SVD of (rank+1)^2 with both sides (21 n^3), the turned basis written back."""
         r, w = self.rank, place.width
-        flops = place.heads * (4.0 * w * r + 21.0 * (r + 1) ** 3 + 2.0 * w * r * (r + 1))
+        products = place.heads * (4.0 * w * r + 2.0 * w * r * (r + 1))
         held = r * row_bytes(place)
-        return Work(flops, held, held)
+        return Work(place.heads * 21.0 * (r + 1) ** 3, held, held, products)
 
     def rewrite_work(self, rows: Count, place: Place) -> Work:
         """Every stored row of full-precision coefficients is read, turned and written."""
         moved = 1.0 * rows * place.heads * self.rank * place.value_bits / 8
-        return Work(2.0 * rows * place.heads * self.rank**2, moved, moved)
+        return Work(0.0, moved, moved, 2.0 * rows * place.heads * self.rank**2)

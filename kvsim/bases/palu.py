@@ -48,6 +48,11 @@ class Palu(Projection):
             raise KvsimError(f"palu: group={self.group} does not divide the {place.heads} heads of {place.where}")
         return self.group
 
+    @property
+    def joins_heads(self) -> bool:
+        """One row of coefficients stands for several heads."""
+        return True
+
     def latent(self, place: Place) -> Latent:
         """rank coefficients for each group of heads."""
         together = self.heads_together(place)
@@ -66,8 +71,8 @@ class Palu(Projection):
 
     def fit_work(self, rows: Count, place: Place) -> Work:
         """Nothing is fitted: all rows are read and projected."""
-        return Work(rows * self.rebuild_flops(place), rows * row_bytes(place))
+        return Work(read_bytes=rows * row_bytes(place), products=rows * self.rebuild_flops(place))
 
     def write_work(self, place: Place) -> Work:
         """One product with each group's encoder, which is read."""
-        return Work(self.rebuild_flops(place), self.latent(place).width * row_bytes(place))
+        return Work(read_bytes=self.latent(place).width * row_bytes(place), products=self.rebuild_flops(place))

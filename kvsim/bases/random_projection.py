@@ -47,9 +47,9 @@ class RandomProjection(Projection):
 
     def fit_work(self, rows: Count, place: Place) -> Work:
         """Nothing is fitted: all rows are read and projected."""
-        return Work(1.0 * rows * place.heads * self.head_flops(place), rows * row_bytes(place))
+        return Work(read_bytes=rows * row_bytes(place), products=1.0 * rows * place.heads * self.head_flops(place))
 
     def write_work(self, place: Place) -> Work:
         """One product for each head; the matrix is read."""
         held = sum(int(b.bytes) for b in self.buffers(0, 0, place))
-        return Work(place.heads * self.head_flops(place), float(held))
+        return Work(read_bytes=float(held), products=place.heads * self.head_flops(place))

@@ -30,6 +30,11 @@ class Svd(Projection):
         """The rank: fewer rows stay full."""
         return self.rank
 
+    @property
+    def joins_heads(self) -> bool:
+        """One row of coefficients stands for several heads."""
+        return self.joint == "heads"
+
     def latent(self, place: Place) -> Latent:
         """rank coefficients for each head, or for all together."""
         if self.joint == "heads":
@@ -50,12 +55,18 @@ class Svd(Projection):
         there = ready(rows, self.rank)
         heads = self.latent(place).heads
         width = place.heads * place.width // heads
-        flops = heads * (svd_flops(rows, width) + 2.0 * rows * width * self.rank)
-        return Work(there * flops, there * rows * row_bytes(place), there * self._basis_bytes(place))
+        small, products = svd_flops(rows, width)
+        products = heads * (products + 2.0 * rows * width * self.rank)
+        return Work(
+            there * heads * small,
+            there * rows * row_bytes(place),
+            there * self._basis_bytes(place),
+            there * products,
+        )
 
     def write_work(self, place: Place) -> Work:
         """One product with the basis, which is read."""
-        return Work(2.0 * self.rank * place.heads * place.width, self._basis_bytes(place))
+        return Work(read_bytes=self._basis_bytes(place), products=2.0 * self.rank * place.heads * place.width)
 
     def _basis_bytes(self, place: Place) -> float:
         return self.rank * row_bytes(place)

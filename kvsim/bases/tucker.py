@@ -46,6 +46,11 @@ class Tucker(Projection):
         check_rank("tucker", tokens, heads * channels, place, "head rank x channel rank")
         return tokens, heads, channels
 
+    @property
+    def joins_heads(self) -> bool:
+        """One row of coefficients stands for several heads."""
+        return True
+
     def latent(self, place: Place) -> Latent:
         """A row of U1 for all heads together."""
         return Latent(1, self.sizes(place)[0])
@@ -74,11 +79,13 @@ class Tucker(Projection):
         (rt, rh, rd), h, w = self.sizes(place), place.heads, place.width
         n: Any = 1.0 * rows
         products = 2 * n * h * w * (2 * rd + rh) + 2 * n * (h * rd * (rh + rt) + rh * w * rt)
-        factors = svd_flops(rows, rh * rd) + svd_flops(h, rt * rd) + svd_flops(w, rt * rh)
+        shapes = ((rows, rh * rd), (h, rt * rd), (w, rt * rh))
+        small, wide = (sum(one[i] for one in (svd_flops(*s) for s in shapes)) for i in (0, 1))
         there = ready(rows, rt)
         fixed = sum(b.bytes for b in self.buffers(rows, 0, place))
         read = there * 3.0 * self.iterations * rows * row_bytes(place)
-        return Work(there * self.iterations * (products + factors), read, 1.0 * fixed)
+        sweeps = there * self.iterations
+        return Work(sweeps * small, read, 1.0 * fixed, sweeps * (products + wide))
 
     def write_work(self, place: Place) -> Work:
         """A row through U3, U2 and the core, then a solve with its factored rt x rt normal matrix."""

@@ -93,7 +93,7 @@ class LshMerge(TokenPolicy):
         n, d, size = 1.0 * prompt, place.width, place.value_bits / 8
         values = place.heads * n * d
         passes = -(-self.planes // 8)
-        hashing = Work(values * (2 + 2 * self.planes * self.tables), 2 * values * size, 0.0)
+        hashing = Work(2 * values, 2 * values * size, 0.0, 2 * values * self.planes * self.tables)
         sorting = Work(passes * self.tables * place.heads * n, 16.0 * passes * self.tables * place.heads * n,
                        16.0 * passes * self.tables * place.heads * n)
         total = hashing + sorting + Work(2 * values, 2 * values * size, 0.0)

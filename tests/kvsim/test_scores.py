@@ -48,27 +48,27 @@ def test_key_scores_by_hand():
 
 def test_query_scores_by_hand():
     # one query: 4 * 100 pairs of 2 * 8 + 1; keys 3200, queries 4 * 8 * 2
-    assert SCORES["query_key"].prompt_work(100, PLACE, 32) == Work(6800, 3264, 800)
+    assert SCORES["query_key"].prompt_work(100, PLACE, 32) == Work(400, 3264, 800, 6400)
     assert SCORES["query_key"].prompt_work(0, PLACE, 32) == Work()
     # 10 queries: 4000 pairs of two products and 13 operations, norms of the values; keys, values and queries read
-    assert SCORES["perturbation"].prompt_work(100, PLACE, 10) == Work(4000 * 45 + 3200, 6400 + 640, 800)
+    assert SCORES["perturbation"].prompt_work(100, PLACE, 10) == Work(4000 * 13 + 3200, 6400 + 640, 800, 4000 * 32)
 
 
 def test_expected_by_hand():
     # covariance and form for each of 100 * 4 query rows: 4 * 64 + 2 * 8; norms of values 3200
     # read: keys and values 6400, 100 queries of 4 heads 6400
-    assert SCORES["expected"].prompt_work(100, PLACE, 1) == Work(400 * 272 + 3200, 12800, 800)
+    assert SCORES["expected"].prompt_work(100, PLACE, 1) == Work(3200, 12800, 800, 400 * 272)
 
 
 def test_gradient_sees_half_of_the_pairs():
     # 4 * 100 * 100 / 2 pairs, dO . v: 16 + 2; values 3200, queries and output gradients 2 * 6400
-    assert SCORES["loss_attention"].prompt_work(100, PLACE, 1) == Work(20000 * 18, 3200 + 12800, 800)
+    assert SCORES["loss_attention"].prompt_work(100, PLACE, 1) == Work(20000 * 2, 3200 + 12800, 800, 20000 * 16)
 
 
 def test_weights_are_read_where_attention_wrote_them():
     # 4 heads * 50 weights of 4 bytes and 100 scores in and out, against 200 pairs of 22 operations and the keys again
     assert SCORES["cumulative"].step_work(50, 2, PLACE, 1) == Work(200, 800 + 400, 400)
-    assert SCORES["online_average"].step_work(50, 2, PLACE, 1) == Work(200 * 22, 1600 + 400, 400)
+    assert SCORES["online_average"].step_work(50, 2, PLACE, 1) == Work(200 * 6, 1600 + 400, 400, 200 * 16)
 
 
 def test_running_state():

@@ -46,7 +46,7 @@ def test_snapkv_work():
     p = parse_method("snapkv(budget=0.25,window=10,kernel=5)").tokens
     # 4 heads * 10 queries * 100 rows = 4000 pairs of 2 * 8 + 6 operations; 200 scores: 5 additions to pool, 4 to select
     # read: keys 2 * 100 * 8 * 2 = 3200, queries 4 * 10 * 8 * 2 = 640, scores 800 to pool, 3200 to select
-    assert p.prompt_work(100, PLACE) == Work(4000 * 22 + 1000 + 800, 3200 + 640 + 800 + 3200, 800 + 800)
+    assert p.prompt_work(100, PLACE) == Work(4000 * 6 + 1000 + 800, 3200 + 640 + 800 + 3200, 800 + 800, 4000 * 16)
     assert not p.step_work(p.rows(100, 5, PLACE), PLACE)
     assert not p.needs_weights
     assert not held("snapkv(budget=0.25)", 1000)
@@ -59,7 +59,7 @@ def test_tova_has_no_bookkeeping_and_one_row_of_weights():
     assert not held("tova(budget=0.25)", 1000)
     # the step at row 100 attends ceil(0.25 * 99) + 1 = 26 rows: 4 * 26 pairs of 2 * 8 + 6 operations, keys read again
     # (26 * 2 * 8 * 2 bytes), one score a row for the whole layer
-    assert p.step_work(p.rows(100, 0, PLACE), PLACE) == Work(104 * 22 + 26, 832 + 104, 0)
+    assert p.step_work(p.rows(100, 0, PLACE), PLACE) == Work(104 * 6 + 26, 832 + 104, 0, 104 * 16)
     assert held("tova(budget=0.25,score=online_average)", 1000)["scores"].bytes == 250 * 4
 
 
