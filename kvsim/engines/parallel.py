@@ -21,8 +21,6 @@ VOCAB_PAD = 64
 REPLICATED = ("router", "q_a", "kv_a", "wk", "weights", "wq_b", "shared_expert_gate")
 """Matrices that every rank holds whole: routers, MLA's down-projections, the indexer."""
 
-KV_SIDES = ("k", "v", "kv")
-MLP_WORDS = ("gate", "up", "gate_up", "down", "fc1", "fc2", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
@@ -137,16 +135,21 @@ def stages(n_layers: int, pipeline: int) -> tuple[range, ...]:
 
 def rank_layer_bytes(layer: Layer, layout: ParallelLayout, bits: float = 16) -> int:
     """Weight bytes of one layer on one rank; `bits` a matrix value with scales, norms and small vectors at 16."""
-    values = sum(_rank_values(m, layer, layout) for m in layer.matrices)
+    from kvsim.engines.sharding import rank_matrix
+
+    values = sum(rank_matrix(m, layer, layout).parameters for m in layer.matrices)
     return -(-int(values * bits) // 8) + 2 * layer.other_parameters
 
 
-def weight_bytes(model: ModelSpec, layout: ParallelLayout, bits: float = 16) -> tuple[int, ...]:
+def weight_bytes(
+    model: ModelSpec, layout: ParallelLayout, bits: float = 16, table_bits: float = 16
+) -> tuple[int, ...]:
     """Weight bytes of one rank of each pipeline stage; the largest decides what is left for the cache.
 
     Args:
         model: needs its matrices (a config, or from_numbers with hidden_size).
-        bits: bits a matrix value, scales included; embeddings, head, norms and towers stay at 16 bits.
+        bits: bits a value of the layers' matrices, scales included. table_bits: of embeddings and head. Norms and
+            towers stay at 16 bits.
 
     Raises KvsimError when the layout cannot cut the model.
     """
@@ -157,12 +160,12 @@ def weight_bytes(model: ModelSpec, layout: ParallelLayout, bits: float = 16) -> 
     for number, run in enumerate(runs):
         total = sum(by_layer[i] for i in run)
         if number == 0:
-            total += sum(_vocabulary_bytes(m, layout) for m in model.embeddings)
+            total += sum(_vocabulary_bytes(m, layout, table_bits) for m in model.embeddings)
             total += 2 * sum(m.parameters for m in model.towers)
         if number == len(runs) - 1:
             total += 2 * model.other_parameters
             if model.head is not None and (not model.tied or layout.pipeline > 1):
-                total += _vocabulary_bytes(model.head, layout)
+                total += _vocabulary_bytes(model.head, layout, table_bits)
         held.append(total)
     return tuple(held)
 
@@ -210,7 +213,7 @@ def allreduce_traffic(model: ModelSpec, layout: ParallelLayout, tokens: int, bit
     if layout.tensor == 1:
         return Traffic(0, 0, 1)
     mixers = sum(1 for x in model.layers if x.attention or x.states) if layout.attention_ranks > 1 else 0
-    mlps = sum(1 for x in model.layers if any(core(m) in ("down", "fc2", "w2") for m in x.matrices))
+    mlps = sum(1 for x in model.layers if any(core(m.name) in ("down", "fc2", "w2") for m in x.matrices))
     return Traffic(mixers + mlps, tokens * model.hidden_size * bits // 8, layout.tensor)
 
 
@@ -235,30 +238,12 @@ def _bytes_by_layer(model: ModelSpec, layout: ParallelLayout, bits: float) -> tu
     return tuple(found)
 
 
-def _rank_values(matrix: Matrix, layer: Layer, layout: ParallelLayout) -> int:
-    """Values of a matrix on one rank, biases included; a cut that leaves a rest rounds up."""
-    name = core(matrix)
-    if name in REPLICATED:
-        return matrix.parameters
-    if matrix.routed:
-        if layout.expert == 1:
-            return -(-matrix.parameters // layout.tensor)
-        copies = -(-matrix.copies // layout.expert)
-        return -(-matrix.parameters // matrix.copies * copies // (layout.tensor // layout.expert))
-    if name in MLP_WORDS:
-        return -(-matrix.parameters // layout.tensor)
-    ranks = layout.attention_ranks
-    if name in KV_SIDES and layer.attention is not None and layer.attention.n_kv_heads < ranks:
-        return -(-matrix.parameters // layer.attention.n_kv_heads)
-    return -(-matrix.parameters // ranks)
-
-
-def core(matrix: Matrix) -> str:
+def core(name: str) -> str:
     """What a matrix does, without where it stands: `experts.gate_proj`, `shared_gate` and `gate` are all gate."""
-    name = matrix.name.rpartition(".")[2].removesuffix("_proj")
-    return name if name in REPLICATED else name.removeprefix("shared_").removeprefix("expert_")
+    own = name.rpartition(".")[2].removesuffix("_proj")
+    return own if own in REPLICATED else own.removeprefix("shared_").removeprefix("expert_")
 
 
-def _vocabulary_bytes(matrix: Matrix, layout: ParallelLayout) -> int:
+def _vocabulary_bytes(matrix: Matrix, layout: ParallelLayout, bits: float) -> int:
     rows = -(-matrix.out_features // VOCAB_PAD) * VOCAB_PAD
-    return 2 * -(-rows // layout.tensor) * matrix.in_features
+    return -(-int(-(-rows // layout.tensor) * matrix.in_features * bits) // 8)

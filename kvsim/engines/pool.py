@@ -12,6 +12,7 @@ from kvsim.engines.parallel import ParallelLayout, core, weight_bytes
 from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile, load_device
 from kvsim.model import ModelSpec
+from kvsim.weights import default_weights, weight_format
 
 GIB = 2**30
 DRIVER_BYTES, DRIVER_SHARE = int(0.36 * GIB), 0.002
@@ -94,12 +95,13 @@ def activation_bytes(model: ModelSpec, layout: ParallelLayout, batched_tokens: i
 
 
 def device_pool(model: ModelSpec, device: object, layout: ParallelLayout, utilization: float, *, batched_tokens: int,
-                sequences: int, weight_bits: float = 16, graphs: bool = True) -> tuple[Pool, ...]:
+                sequences: int, weights: str | None = None, graphs: bool = True) -> tuple[Pool, ...]:
     """The pool of one rank of each pipeline stage.
 
     Args:
         device: a profile, a shipped name or a path. utilization: share of the device in (0, 1].
-        weight_bits: bits a weight value with scales. graphs: whether CUDA graphs come out of the budget.
+        weights: their format (kvsim.weights), the model's dtype unless said.
+        graphs: whether CUDA graphs come out of the budget.
 
     Raises KvsimError when the model has no matrices (their bytes are needed) or the layout cannot cut it.
     """
@@ -117,9 +119,10 @@ def device_pool(model: ModelSpec, device: object, layout: ParallelLayout, utiliz
     if model.towers:
         shared.append(("image profiling", _gib(TOWER_GIB)))
     pools = []
-    for held in weight_bytes(model, layout, weight_bits):
-        weights = Interval(held, held, int(1.02 * held))  # engines pad and keep small copies
-        pools.append(Pool(budget, (("weights", weights), *shared)))
+    form = weight_format(weights or default_weights(model))
+    for held in weight_bytes(model, layout, form.bits, form.embedding_bits):
+        resident = Interval(held, held, int(1.02 * held))  # engines pad and keep small copies
+        pools.append(Pool(budget, (("weights", resident), *shared)))
     return tuple(pools)
 
 
@@ -131,11 +134,11 @@ def _gib(values: tuple[float, float, float]) -> Interval:
 def _widest(model: ModelSpec, group: int, layout: ParallelLayout) -> int:
     """Values of the widest intermediate that one token has in a layer on one rank."""
     layer = model.groups[group][0]
-    routed = sum(m.active * m.out_features for m in layer.matrices if m.routed and core(m) != "down")
+    routed = sum(m.active * m.out_features for m in layer.matrices if m.routed and core(m.name) != "down")
     if routed:
         top_k = max(m.active for m in layer.matrices if m.routed)
         return int(1.5 * routed / layout.tensor + top_k * model.hidden_size)
-    inner = sum(m.out_features for m in layer.matrices if core(m) in ("gate", "up", "gate_up", "fc1", "w1", "w3"))
+    inner = sum(m.out_features for m in layer.matrices if core(m.name) in ("gate", "up", "gate_up", "fc1", "w1", "w3"))
     mixers = ("q", "k", "v", "q_b", "kv_b", "in_proj", "qkv")
-    projections = sum(m.out_features for m in layer.matrices if core(m) in mixers)
+    projections = sum(m.out_features for m in layer.matrices if core(m.name) in mixers)
     return max(-(-3 * inner // (2 * layout.tensor)), -(-projections // layout.attention_ranks))

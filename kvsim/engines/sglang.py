@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsim.engines.parallel import ParallelLayout, rank_attention, rank_states, stages
 from kvsim.engines.pool import GIB, device_pool, fraction, positive_bytes
 from kvsim.engines.result import Cache, Memory
-from kvsim.engines.support import realised_format
+from kvsim.engines.support import check_sizes, realised_format
 from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.method import Method
 from kvsim.model import Attention, ModelSpec
@@ -59,7 +59,7 @@ def memory(
     mamba_ssm_dtype: str = "float32",
     swa_full_tokens_ratio: float = SWA_RATIO,
     disable_hybrid_swa_memory: bool = False,
-    weight_bits: float = 16,
+    weights: str | None = None,
     version: str | None = None,
 ) -> Memory:
     """What each rank of an SGLang server allocates.
@@ -96,7 +96,7 @@ def memory(
     slots = None if max_mamba_cache_size is None else int(whole(max_mamba_cache_size, "max_mamba_cache_size", low=1))
     ratio = fraction(swa_full_tokens_ratio, "swa_full_tokens_ratio")
     if tokens is None:
-        pool = _pool(model, layout, pool_bytes, device, mem_fraction_static, weight_bits, notes)
+        pool = _pool(model, layout, pool_bytes, device, mem_fraction_static, weights, notes)
         if slot and slots is None:
             share = mamba_full_memory_ratio / (1 + mamba_full_memory_ratio)
             slots = int(pool * share) // slot
@@ -120,6 +120,7 @@ def memory(
 def realise(method: Method, *, max_model_len: int | None = None, gpu_memory_utilization: float | None = None,
             tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, max_num_seqs: int | None = None) -> str:
     """The flags with which `sglang.launch_server` runs a method; KvsimError with the reason where it cannot."""
+    check_sizes(max_model_len, gpu_memory_utilization, tensor_parallel_size, pipeline_parallel_size, max_num_seqs)
     dtype = realised_format("sglang", method)
     pairs = (("kv-cache-dtype", None if dtype == "auto" else dtype), ("context-length", max_model_len),
              ("mem-fraction-static", gpu_memory_utilization), ("max-running-requests", max_num_seqs),
@@ -192,13 +193,13 @@ def _state_parts(model: ModelSpec, run: range, layout: ParallelLayout, ssm_dtype
 
 
 def _pool(model: ModelSpec, layout: ParallelLayout, pool_bytes: float | None, device: object | None,
-          share: float | None, weight_bits: float, notes: list[str]) -> int:
+          share: float | None, weights: str | None, notes: list[str]) -> int:
     if pool_bytes is not None:
         return positive_bytes(pool_bytes, "pool_bytes")
     if device is None:
         raise KvsimError("sglang memory needs tokens, pool_bytes or device (with mem_fraction_static)")
     used = fraction(0.88 if share is None else share, "mem_fraction_static")
-    pools = device_pool(model, device, layout, used, batched_tokens=0, sequences=0, weight_bits=weight_bits,
+    pools = device_pool(model, device, layout, used, batched_tokens=0, sequences=0, weights=weights,
                         graphs=False)  # fmt: skip
     tightest = min(pools, key=lambda pool: pool.left.mid)
     notes.append(f"estimated {tightest.describe()}; activations and graphs live in the {1 - used:.0%} outside "
@@ -211,8 +212,10 @@ def _pool(model: ModelSpec, layout: ParallelLayout, pool_bytes: float | None, de
 
 def _tokens(rest: int, full: Row, window: Row, ratio: float, page: int) -> int:
     """Tokens of the full layers: pool / bytes, or with windows full * (bytes_full + ratio * bytes_window) = pool."""
+    if not full.layers and not window.layers:
+        return 0  # recurrent layers only: the pool is slots
     if not full.layers:
-        return rest // max(1, window.bytes) // page * page
+        return rest // window.bytes // page * page
     if not window.layers:
         return rest // full.bytes // page * page
     whole_rows = rest // (full.bytes + window.bytes)  # SGLang first counts tokens as if every layer held all

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import lru_cache
 
-from kvsim.engines.parallel import REPLICATED, VOCAB_PAD, ParallelLayout, kv_heads, rank_states
+from kvsim.engines.parallel import REPLICATED, VOCAB_PAD, ParallelLayout, core, kv_heads, rank_states
 from kvsim.model import Attention, Layer, Matrix, ModelSpec
 
 ROW_CUT = ("o", "down", "out", "fc2", "w2", "dense_4h_to_h", "c_proj")
 """Matrices whose input is already divided, so that each rank holds a slice of rows and their outputs are summed."""
 
 
-def words(name: str) -> str:
-    """The part of a matrix's name that says what it does: `experts.down_proj` -> `down`."""
-    return re.sub(r"_proj$", "", name.rsplit(".", 1)[-1])
-
-
 def is_replicated(name: str) -> bool:
     """Whether every rank holds the matrix whole: routers, MLA's down-projections, indexers, norms."""
-    own = words(name)
+    own = core(name)
     return name.startswith("indexer") or any(own == w or own.startswith(w + "_") for w in REPLICATED)
 
 
@@ -28,7 +22,7 @@ def rank_matrix(matrix: Matrix, layer: Layer, layout: ParallelLayout) -> Matrix:
     """One rank's part; a cut that leaves a rest rounds up."""
     if is_replicated(matrix.name):
         return matrix
-    own = words(matrix.name)
+    own = core(matrix.name)
     if matrix.routed and layout.expert > 1:
         copies = -(-matrix.copies // layout.expert)
         matrix = replace(matrix, copies=copies, active=matrix.active * copies / matrix.copies)

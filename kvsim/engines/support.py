@@ -11,6 +11,7 @@ from typing import Any
 from kvsim.errors import KvsimError, did_you_mean
 from kvsim.method import Method, parse_method
 from kvsim.parts import Format
+from kvsim.workload import whole
 
 FULL_ROW = 128
 """Group from which a row of the usual head dims has one scale, as engines' per-token formats do."""
@@ -65,6 +66,16 @@ def realised_format(engine: str, method: Method | str) -> str:
         raise KvsimError(f"{label} cannot store keys as {chosen.k.format} with values as {chosen.v.format}; "
                          f"its formats: {', '.join(known.values())}")
     return word
+
+
+def check_sizes(max_model_len: int | None, share: float | None, tensor: int, pipeline: int, seqs: int | None) -> None:
+    """Raise KvsimError for numbers that no server takes: lengths, ranks and sequences below 1, a share over 1."""
+    for name, value in (("max_model_len", max_model_len), ("max_num_seqs", seqs), ("tensor_parallel_size", tensor),
+                        ("pipeline_parallel_size", pipeline)):  # fmt: skip
+        if value is not None:
+            whole(value, name, low=1, high=2**31)
+    if share is not None and not 0 < share <= 1:
+        raise KvsimError(f"gpu_memory_utilization must lie in (0, 1], got {share}: 0.9 means 90% of the device")
 
 
 def format_key(part: Format) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvsim.engines.parallel import ParallelLayout, rank_attention, stages
 from kvsim.engines.pool import device_pool, fraction, positive_bytes
 from kvsim.engines.result import Cache, Memory
-from kvsim.engines.support import realised_format
+from kvsim.engines.support import check_sizes, realised_format
 from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.method import Method
 from kvsim.model import Attention, ModelSpec
@@ -33,7 +33,7 @@ def memory(
     kv_cache_dtype: str = "auto",
     tp_size: int = 1,
     pp_size: int = 1,
-    weight_bits: float = 16,
+    weights: str | None = None,
     version: str | None = None,
 ) -> Memory:
     """What each rank of a TensorRT-LLM server allocates.
@@ -62,7 +62,7 @@ def memory(
         raise KvsimError(f"model {model.name!r} has no attention layer whose keys TensorRT-LLM would store")
     limits = []
     if free_bytes is None and device is not None:
-        pools = device_pool(model, device, layout, 1.0, batched_tokens=8192, sequences=256, weight_bits=weight_bits,
+        pools = device_pool(model, device, layout, 1.0, batched_tokens=8192, sequences=256, weights=weights,
                             graphs=False)  # fmt: skip
         tightest = min(pools, key=lambda pool: pool.left.mid)
         notes.append(f"free memory is estimated: {tightest.describe()}")
@@ -91,6 +91,7 @@ def realise(method: Method, *, max_model_len: int | None = None, gpu_memory_util
     gpu_memory_utilization becomes kv_cache_free_gpu_memory_fraction: a share of what is free after the weights. A dtype
     goes in the YAML that --extra_llm_api_options names.
     """
+    check_sizes(max_model_len, gpu_memory_utilization, tensor_parallel_size, pipeline_parallel_size, max_num_seqs)
     dtype = realised_format("tensorrt-llm", method)
     pairs = (("max_seq_len", max_model_len), ("max_batch_size", max_num_seqs),
              ("kv_cache_free_gpu_memory_fraction", gpu_memory_utilization),

@@ -45,7 +45,7 @@ def memory(
     disable_hybrid_kv_cache_manager: bool = False,
     num_gpu_blocks_override: int | None = None,
     swap_space_gib: float | None = None,
-    weight_bits: float = 16,
+    weights: str | None = None,
     platform: str | None = None,
     version: str | None = None,
 ) -> Memory:
@@ -62,7 +62,8 @@ def memory(
         num_speculative_tokens: drafted tokens: states grow by so many columns and blocks, and the model's
             next_n_layers get a cache.
         mamba_cache_mode: none, align, all; default align where enable_prefix_caching is on, else none.
-        swap_space_gib: V0 only, its CPU pool (default 4): a cache named "cpu". weight_bits: bits a weight value.
+        swap_space_gib: V0 only, its CPU pool (default 4): a cache named "cpu".
+        weights: their format (fp8, int4, ...), for a pool from a device.
         version: "0.11.2", "2025-09", "0.8 V0" ...; default `vllm_versions.DEFAULT`.
 
     Raises KvsimError for what cannot be laid out: heads that do not divide, a dtype that no backend stores.
@@ -94,7 +95,7 @@ def memory(
             share = setup.release.utilization if gpu_memory_utilization is None else gpu_memory_utilization
             pools = device_pool(
                 model, device, layout, share, batched_tokens=setup.batched, sequences=max_num_seqs or 256,
-                weight_bits=weight_bits, graphs=setup.release.counts_graphs,
+                weights=weights, graphs=setup.release.counts_graphs,
             )  # fmt: skip
             sizes = [pool.left.mid for pool in pools]
         elif gpu_memory_utilization is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsim.engines.pool import GIB
-from kvsim.engines.support import realised_format
+from kvsim.engines.support import check_sizes, realised_format
 from kvsim.engines.vllm_formats import model_width, spelled
 from kvsim.engines.vllm_layout import Setup
 from kvsim.engines.vllm_versions import release
@@ -64,6 +64,7 @@ def server_setup(
 def realise(method: Method, *, max_model_len: int | None = None, gpu_memory_utilization: float | None = None,
             tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, max_num_seqs: int | None = None) -> str:
     """The flags with which `vllm serve` runs a method; KvsimError with the reason where it cannot."""
+    check_sizes(max_model_len, gpu_memory_utilization, tensor_parallel_size, pipeline_parallel_size, max_num_seqs)
     dtype = realised_format("vllm", method)
     flags = [] if dtype == "auto" else [f"--kv-cache-dtype {dtype}"]
     pairs = (("max-model-len", max_model_len), ("max-num-seqs", max_num_seqs),

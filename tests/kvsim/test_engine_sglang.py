@@ -15,7 +15,8 @@ CASES = {c["id"]: c for c in json.loads((DATA / "engine_logs.json").read_text())
 MORE = json.loads((DATA / "engine_logs_vllm.json").read_text())["sglang"]
 GIB = 2**30
 LLAMA = ModelSpec.from_numbers(layers=32, n_heads=32, n_kv_heads=8, head_dim=128)
-SPARSE = ModelSpec.from_numbers(layers=61, n_heads=128, mla_kv_lora_rank=512, mla_rope_dim=64, head_dim=192, indexer_dim=128)
+SPARSE = ModelSpec.from_numbers(layers=61, n_heads=128, mla_kv_lora_rank=512, mla_rope_dim=64, head_dim=192,
+                                indexer_dim=128)
 HYBRID = ModelSpec.from_numbers(**CASES["sgl-09"]["arch"])
 
 
@@ -35,7 +36,9 @@ def test_sparse_latent_of_a_log():
     assert found.kv_bytes == (found.tokens + 64) * 48068
 
 
-@pytest.mark.parametrize(("case", "flags"), [("sgl-06", {"tokens": 20000}), ("sgl-07", {"tokens": 46600, "tp_size": 4})])
+@pytest.mark.parametrize(
+    ("case", "flags"), [("sgl-06", {"tokens": 20000}), ("sgl-07", {"tokens": 46600, "tp_size": 4})]
+)
 def test_sides_of_a_log(case, flags):
     # the token count is not in the log: some whole count gives the print, K and V alike
     found = memory("sglang", model(case), **flags)
@@ -95,7 +98,8 @@ def test_latent_forms():
 
 def test_attention_of_its_own_requests():
     # tp 8 with dp 8: one rank on the heads, all 8 of them; tp 8 alone: one head
-    assert memory("sglang", LLAMA, tokens=0, tp_size=8, dp_size=8).k_bytes == 8 * memory("sglang", LLAMA, tokens=0, tp_size=8).k_bytes
+    own = memory("sglang", LLAMA, tokens=0, tp_size=8, dp_size=8)
+    assert own.k_bytes == 8 * memory("sglang", LLAMA, tokens=0, tp_size=8).k_bytes
     assert memory("sglang", LLAMA, tokens=0, tp_size=8, dp_size=2, enable_dp_attention=False).k_bytes == 32 * 256
 
 
@@ -117,7 +121,8 @@ def test_pool_shared_with_states():
 
 
 def test_windows_have_a_pool_of_their_own():
-    gpt_oss = ModelSpec.from_numbers(layers=24, n_heads=64, n_kv_heads=8, head_dim=64, full_attn_layers=12, swa_layers=12, window=128)
+    gpt_oss = ModelSpec.from_numbers(layers=24, n_heads=64, n_kv_heads=8, head_dim=64, full_attn_layers=12,
+                                    swa_layers=12, window=128)
     # 12 layers * 2048 bytes a token and kind; 1000 full tokens, 800 window tokens, a row more each
     found = memory("sglang", gpt_oss, tokens=1000)
     assert found.kv_bytes == (1001 + 801) * 12 * 2048

@@ -1,4 +1,4 @@
-"""Which engine runs which method: flags that realise one, reasons where none does, and a table that names real parts."""
+"""Which engine runs which method: flags that realise one, reasons where none does, a table that names real parts."""
 
 import tomllib
 from importlib.resources import files
@@ -6,7 +6,7 @@ from importlib.resources import files
 import pytest
 
 from kvsim import KvsimError
-from kvsim.engines import engine_module
+from kvsim.engines import engine_module, flags
 from kvsim.engines.support import support
 from kvsim.grammar import parts, presets
 from kvsim.method import parse_method
@@ -37,8 +37,8 @@ def test_flags(engine, method, flags):
              "--tensor-parallel-size 2 --pipeline-parallel-size 4"),
     ("sglang", "--kv-cache-dtype fp8_e4m3 --context-length 8192 --mem-fraction-static 0.9 --max-running-requests 8 "
                "--tp-size 2 --pp-size 4"),
-    ("tensorrt-llm", "--max_seq_len 8192 --max_batch_size 8 --kv_cache_free_gpu_memory_fraction 0.9 --tp_size 2 --pp_size 4 "
-                     "--extra_llm_api_options kv.yaml  # kv.yaml: kv_cache_config: {dtype: fp8}"),
+    ("tensorrt-llm", "--max_seq_len 8192 --max_batch_size 8 --kv_cache_free_gpu_memory_fraction 0.9 --tp_size 2 "
+                     "--pp_size 4 --extra_llm_api_options kv.yaml  # kv.yaml: kv_cache_config: {dtype: fp8}"),
 ])  # fmt: skip
 def test_the_whole_command_line(engine, flags):
     found = engine_module(engine).realise(
@@ -60,6 +60,16 @@ def test_the_whole_command_line(engine, flags):
 def test_reasons(engine, method, message):
     with pytest.raises(KvsimError, match=message):
         engine_module(engine).realise(parse_method(method))
+
+
+@pytest.mark.parametrize(("numbers", "message"), [
+    ({"max_model_len": 0}, "max_model_len must lie"), ({"tensor_parallel_size": -1}, "tensor_parallel_size must"),
+    ({"gpu_memory_utilization": 1.5}, "must lie in"), ({"gpu_memory_utilization": float("nan")}, "must lie in"),
+])  # fmt: skip
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+def test_numbers_that_no_server_takes(engine, numbers, message):
+    with pytest.raises(KvsimError, match=message):
+        flags(engine, "full", **numbers)
 
 
 def test_rows_of_a_part_a_preset_and_a_method():

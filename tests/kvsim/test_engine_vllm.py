@@ -41,8 +41,9 @@ def test_ranks_divide_kv_heads_and_then_replicate(ranks, per_token):
 
 
 def test_latent_is_whole_on_every_rank_and_is_not_full_heads():
-    # 61 layers * 576 values * 2 bytes = 70272 a token, whatever the ranks; full heads would be 128 * (192 + 128) * 2 * 61
-    sizes = {memory("vllm", MLA, num_gpu_blocks_override=1, tensor_parallel_size=n, block_size=64).kv_bytes for n in (1, 8)}
+    # 61 layers * 576 values * 2 bytes = 70272 a token, whatever the ranks; full heads: 128 * (192 + 128) * 2 * 61
+    flags = {"num_gpu_blocks_override": 1, "block_size": 64}
+    sizes = {memory("vllm", MLA, tensor_parallel_size=n, **flags).kv_bytes for n in (1, 8)}
     assert sizes == {64 * 70272}
     assert 128 * 320 * 2 * 61 / 70272 > 70
 
@@ -114,7 +115,7 @@ def test_group_sizes_follow_the_release():
 
 
 def test_pages_of_unlike_layers_become_equal():
-    # per rank: full 2 * 2 * 512 * 2 = 4096 bytes a token, sliding 2 * 8 * 256 * 2 = 8192: blocks of 32 and 16, 131072 bytes
+    # per rank: full 2 * 2 * 512 * 2 = 4096 bytes a token, sliding 2 * 8 * 256 * 2 = 8192: 32 or 16 tokens in 131072
     gemma = ModelSpec.from_numbers(layers=60, full_attn_layers=10, swa_layers=50, kv_heads_full=4, head_dim_full=512,
                                    kv_heads_swa=16, head_dim_swa=256, window=1024)
     found = memory("vllm", gemma, num_gpu_blocks_override=1, tensor_parallel_size=2)
@@ -127,13 +128,13 @@ def test_pages_of_unlike_layers_become_equal():
 def test_pages_that_do_not_divide():
     odd = ModelSpec.from_numbers(layers=4, full_attn_layers=2, swa_layers=2, kv_heads_full=3, head_dim_full=64,
                                  kv_heads_swa=2, head_dim_swa=64, window=64)
-    with pytest.raises(KvsimError, match="one page size: .* do not divide .*; a newer version pads them"):
+    with pytest.raises(KvsimError, match=r"one page size: .* do not divide .*; a newer version pads them"):
         memory("vllm", odd, num_gpu_blocks_override=1, version="0.19")
     assert memory("vllm", odd, num_gpu_blocks_override=1, version="0.20").kv_bytes == 2 * 16 * 2 * 3 * 64 * 2
 
 
-NEMOTRON = ModelSpec.from_numbers(layers=56, attn_layers=4, mamba_layers=27, n_kv_heads=8, head_dim=128, mamba_heads=128,
-                                  mamba_head_dim=80, ssm_d_state=128, ssm_n_group=8, ssm_d_conv=4)
+NEMOTRON = ModelSpec.from_numbers(layers=56, attn_layers=4, mamba_layers=27, n_kv_heads=8, head_dim=128,
+                                  mamba_heads=128, mamba_head_dim=80, ssm_d_state=128, ssm_n_group=8, ssm_d_conv=4)
 
 
 def test_prefix_caching_charges_two_states_a_group():
@@ -177,7 +178,7 @@ def test_a_pool_too_small_is_told_with_the_longest_that_fits():
 @pytest.mark.parametrize(("flags", "message"), [
     ({"pool_bytes": float("nan")}, "pool_bytes must be"),
     ({"pool_bytes": -1}, "pool_bytes must be a positive number of bytes"),
-    ({"pool_bytes": GIB, "tensor_parallel_size": 7}, r"number of attention heads \(32\) must be divisible by it; use one of 1, 2"),
+    ({"pool_bytes": GIB, "tensor_parallel_size": 7}, r"heads \(32\) must be divisible by it; use one of 1, 2"),
     ({"pool_bytes": GIB, "tensor_parallel_size": 0}, "tensor parallel size must lie between 1"),
     ({"pool_bytes": GIB, "pipeline_parallel_size": 33}, "pipeline parallel size 33 is more than the model's 32 layers"),
     ({"pool_bytes": GIB, "kv_cache_dtype": "fp9"}, r"no kv_cache_dtype 'fp9' \(did you mean 'fp8'"),
@@ -215,8 +216,9 @@ def test_refusals_of_a_model(model, flags, message):
 
 
 @pytest.mark.parametrize(("text", "number", "v0"), [
-    ("0.6.x V0", (0, 6, 0), True), ("v0.11.2", (0, 11, 2), False), ("V1 2025-07", (0, 10, 0), False), ("2025-09", (0, 10, 0), False),
-    ("V0 2025-08 (Unsloth)", (0, 10, 0), True), ("2026", (0, 21, 0), False), ("0.8.5", (0, 8, 5), False), (None, (0, 25, 0), False),
+    ("0.6.x V0", (0, 6, 0), True), ("v0.11.2", (0, 11, 2), False), ("V1 2025-07", (0, 10, 0), False),
+    ("2025-09", (0, 10, 0), False), ("V0 2025-08 (Unsloth)", (0, 10, 0), True), ("2026", (0, 21, 0), False),
+    ("0.8.5", (0, 8, 5), False), (None, (0, 25, 0), False),
 ])  # fmt: skip
 def test_versions(text, number, v0):
     assert (release(text).number, release(text).v0) == (number, v0)
@@ -229,7 +231,8 @@ def test_defaults_that_changed():
 
 
 @settings(max_examples=60, deadline=None)
-@given(pool=st.integers(2**20, 2**40), length=st.integers(1, 2**20), dtype=st.sampled_from(sorted(set(SPELLINGS.values()) - {"fp8_ds_mla"})))
+@given(pool=st.integers(2**20, 2**40), length=st.integers(1, 2**20),
+       dtype=st.sampled_from(sorted(set(SPELLINGS.values()) - {"fp8_ds_mla"})))
 def test_never_more_than_the_pool_and_monotone(pool, length, dtype):
     found = memory("vllm", LLAMA, pool_bytes=pool, max_model_len=length, kv_cache_dtype=dtype)
     more = memory("vllm", LLAMA, pool_bytes=2 * pool, max_model_len=length, kv_cache_dtype=dtype)

@@ -133,5 +133,6 @@ def matches(found, want):
     refused = re.search(r"([\d.]+) GiB KV cache is needed.*length is (\d+)", found.refused)
     if refused:
         digits = len(want.get("needed_gib", "0.00").partition(".")[2])
-        facts |= {"needed_gib": f"{float(refused[1]):.{digits}f}", "longest": int(refused[2]), "refused_tokens": found.tokens}
+        needed = f"{float(refused[1]):.{digits}f}"
+        facts |= {"needed_gib": needed, "longest": int(refused[2]), "refused_tokens": found.tokens}
     return all(facts[name] == value for name, value in want.items())
