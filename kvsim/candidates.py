@@ -17,12 +17,13 @@ POLICIES = (
     "h2o(budget=0.2)",
     "snapkv(budget=0.5)",
     "snapkv(budget=0.25)",
-    "pyramid(budget=0.25)",
-    "ada(budget=0.25)",
     "window(sinks=4,recent=2044)",
     "pages(size=16,top=2048)",
 )
 BASIS_FORMATS = ("int(bits=8)", "int(bits=4)")
+
+SCHEDULES = ("pyramid(budget=0.25)", "ada(budget=0.25)")
+"""Policies whose budgets differ by layer or head: with one format each, since every layer is predicted apart."""
 
 
 @cache
@@ -35,6 +36,7 @@ def compositions(head_dim: int) -> tuple[str, ...]:
         "k:int(bits=4,group=32) v:int(bits=4,group=32)",
     ]
     found += [*POLICIES, *(f"{p} | {f}" for p in POLICIES for f in FORMATS)]
+    found += [*SCHEDULES, *(f"{p} | int(bits=4)" for p in SCHEDULES)]
     half, quarter = max(1, head_dim // 2), max(1, head_dim // 4)
     found += [f"svd(rank={r})" for r in (half, quarter)] + [f"k:svd(rank={half},rope=pre) v:full"]
     found += [f"svd(rank={r}) | {f}" for r in (half, quarter) for f in BASIS_FORMATS]

@@ -143,6 +143,7 @@ class Choice:
     said: str
 
 
+@lru_cache(maxsize=4096)
 def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, conversion: str | None = None) -> Choice:
     """The coefficients for (op, kernel, format) on a device, or the nearest ones.
 

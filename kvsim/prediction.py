@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
 from kvsim import cost
 from kvsim.errors import KvsimError
+from kvsim.hardware import HardwareProfile
 from kvsim.layout import cross_layout, layer_keys, layer_layout, smallest
 from kvsim.model import ModelSpec
 from kvsim.parts import Rows
@@ -96,17 +97,23 @@ class _Question:
 def _groups(
     model: ModelSpec, case: Case, prompt: Count, new: Count, rows: Sequence[Any] | None
 ) -> tuple[LayerGroup, ...]:
-    found = []
-    for (layer, method, _), indices in layer_keys(model, case.method).items():
-        split = [[i] for i in indices] if rows is not None else [indices]
-        for where in split:
+    """Layers with their layouts; those that a policy could tell apart but does not are joined again."""
+    found: dict[Any, LayerGroup] = {}
+    for (layer, method, place), indices in layer_keys(model, case.method).items():
+        for where in [[i] for i in indices] if rows is not None else [indices]:
             measured = _measured(rows, where[0], prompt) if rows is not None else None
             shape = (prompt, new, case.value_bits, where[0], model.n_layers)
             cache = layer_layout(layer, method, *shape, measured)
             reads = cache or (layer_layout(reading(layer), method, *shape) if layer.attention is not None else None)
             cross = cross_layout(layer, method, case.value_bits, where[0], model.n_layers)
-            found.append(LayerGroup(layer, tuple(where), cache, cross, reads))
-    return tuple(found)
+            group = LayerGroup(layer, tuple(where), cache, cross, reads)
+            alike: Any = len(found)
+            if place >= 0 and rows is None and cache is not None and np.ndim(cache.rows.stored) == 0:
+                alike = (layer, method, cache.rows, tuple(b.bytes for b in cache.policy_buffers))
+                if alike in found:
+                    group = replace(found[alike], indices=(*found[alike].indices, *where))
+            found[alike] = group
+    return tuple(found.values())
 
 
 def _measured(rows: Sequence[Any], layer: int, prompt: Count) -> Rows | None:
@@ -211,7 +218,8 @@ def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator
 def _timed(case: Case, op: Op) -> Iterable[cost.Seconds]:
     """One op's time; keys and values in different formats count half in each."""
     if op.kind == "matmul":
-        return [cost.matmul_seconds(case.hardware, m=op.m, n=op.n, k=op.k, dtype=op.dtype)]
+        product = _product if np.ndim(op.m) == np.ndim(op.n) == 0 else _product.__wrapped__
+        return [product(case.hardware, op.m, op.n, op.k, op.dtype)]
     work = cost.KernelWork(
         bytes_moved=op.bytes,
         elements=op.elements,
@@ -230,6 +238,12 @@ def _timed(case: Case, op: Op) -> Iterable[cost.Seconds]:
         return times
     share = 1.0 / len(times)
     return [replace(t, seconds=t.seconds * share) for t in times]
+
+
+@lru_cache(maxsize=8192)
+def _product(hardware: HardwareProfile, m: Any, n: Any, k: int, dtype: str) -> cost.Seconds:
+    """A matrix product's time; the same ones come with every method of a plan."""
+    return cost.matmul_seconds(hardware, m=m, n=n, k=k, dtype=dtype)
 
 
 def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]]:

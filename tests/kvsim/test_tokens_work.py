@@ -51,7 +51,7 @@ def test_snapkv_work():
     assert not p.needs_weights
     assert not held("snapkv(budget=0.25)", 1000)
     # a prompt shorter than the window has as many queries as tokens: 4 * 6 * 6 pairs
-    assert p.prompt_work(6, PLACE).flops == 144 * 22 + 12 * 5 + 12 * 4
+    assert p.prompt_work(6, PLACE).arithmetic == 144 * 22 + 12 * 5 + 12 * 4
 
 
 def test_tova_has_no_bookkeeping_and_one_row_of_weights():
