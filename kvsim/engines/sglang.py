@@ -130,8 +130,8 @@ def realise(method: Method, *, max_model_len: int | None = None, gpu_memory_util
                     for name, value in pairs if value is not None)
 
 
-def token_bytes(attention: Attention, heads: int, dtype: str) -> tuple[int, int, int]:
-    """(k, v, index) bytes of one token in one layer. MLA is one store, told as k.
+def token_bytes(attention: Attention, heads: int, dtype: str, sparse: bool = False) -> tuple[int, int, int]:
+    """(k, v, index) bytes of one token in one layer; MLA is one store, told as k. sparse: the model has an indexer.
 
     Sources: sglang mem_cache/memory_pool.py (MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool and their FP4 forms:
     half a byte a value and one byte a 16 values).
@@ -145,7 +145,7 @@ def token_bytes(attention: Attention, heads: int, dtype: str) -> tuple[int, int,
     if attention.kind == "mla":
         values = attention.k_dim + attention.v_dim
         index = attention.index_dim + -(-attention.index_dim // 128) * 4  # fp8 keys with one fp32 scale per 128
-        if attention.index_dim and width == 1:  # 512 + 16 + 128 = 656: fp8 latent, its scales, 16-bit RoPE part
+        if (sparse or attention.index_dim) and width == 1:  # 512 + 16 + 128: fp8 latent, scales, 16-bit RoPE part
             return attention.k_dim + -(-attention.k_dim // 128) * 4 + 2 * attention.v_dim, 0, index
         return (values // 2 + values // 16 if width is None else values * width), 0, index
     sides = (heads * attention.k_dim, heads * attention.v_dim)
@@ -159,6 +159,7 @@ def _rows(model: ModelSpec, run: range, layout: ParallelLayout, dtype: str, wind
     Layers that share another's rows have rows of their own here (Gemma 4 E4B: 79.94 GB over all 42 layers in a log).
     """
     layers = k = v = index = 0
+    sparse = any(x.attention and x.attention.index_dim for x, _ in model.groups)
     for number in run:
         attention = model.layers[number].attention
         if attention is None:
@@ -169,7 +170,7 @@ def _rows(model: ModelSpec, run: range, layout: ParallelLayout, dtype: str, wind
         if (hybrid and windowed) is not window:
             continue
         heads = rank_attention(attention, layout.attention_ranks)
-        one = token_bytes(attention, heads, dtype)
+        one = token_bytes(attention, heads, dtype, sparse)
         layers, k, v, index = layers + 1, k + one[0], v + one[1], index + one[2]
     return Row(layers, k, v, index)
 

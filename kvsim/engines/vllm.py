@@ -18,10 +18,10 @@ __all__ = ["ALIASES", "NAMES", "memory", "realise"]
 
 NAMES = ("vllm",)
 ALIASES = {
-    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "kv_cache_memory_bytes": "pool_bytes",
-    "kv-cache-memory": "pool_bytes", "kv_cache_memory": "pool_bytes", "swap_space": "swap_space_gib",
-    "gpu_mem_util": "gpu_memory_utilization", "block": "block_size", "dtype": "kv_cache_dtype", "kv": "kv_cache_dtype",
-    "mamba-ssm-cache-dtype": "mamba_ssm_cache_dtype",
+    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dcp": "decode_context_parallel_size",
+    "kv_cache_memory_bytes": "pool_bytes", "kv-cache-memory": "pool_bytes", "kv_cache_memory": "pool_bytes",
+    "swap_space": "swap_space_gib", "gpu_mem_util": "gpu_memory_utilization", "block": "block_size",
+    "dtype": "kv_cache_dtype", "kv": "kv_cache_dtype",
 }  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def memory(
     mamba_ssm_cache_dtype: str = "auto",
     num_speculative_tokens: int = 0,
     disable_hybrid_kv_cache_manager: bool = False,
+    decode_context_parallel_size: int = 1,
     num_gpu_blocks_override: int | None = None,
     swap_space_gib: float | None = None,
     weights: str | None = None,
@@ -62,6 +63,7 @@ def memory(
         num_speculative_tokens: drafted tokens: states grow by so many columns and blocks, and the model's
             next_n_layers get a cache.
         mamba_cache_mode: none, align, all; default align where enable_prefix_caching is on, else none.
+        decode_context_parallel_size: ranks that share out one sequence's tokens (DCP); divides tensor_parallel_size.
         swap_space_gib: V0 only, its CPU pool (default 4): a cache named "cpu".
         weights: their format (fp8, int4, ...), for a pool from a device.
         version: "0.11.2", "2025-09", "0.8 V0" ...; default `vllm_versions.DEFAULT`.
@@ -74,7 +76,7 @@ def memory(
         max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching,
         mamba_cache_mode=mamba_cache_mode, mamba_ssm_cache_dtype=mamba_ssm_cache_dtype,
         num_speculative_tokens=num_speculative_tokens, disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
-        platform=platform, version=version,
+        decode_context_parallel_size=decode_context_parallel_size, platform=platform, version=version,
     )  # fmt: skip
     layout = ParallelLayout(tensor_parallel_size, pipeline_parallel_size)
     layout.check(model)
@@ -158,7 +160,7 @@ def _report(plans: list[Plan], setup: Setup, blocks: int, notes: list[str]) -> M
         concurrency = blocks / plans[0].blocks_per_request(setup, setup.max_len)
         if setup.release.v0 and attention:
             concurrency = blocks * block / setup.max_len
-    tokens = blocks // max(1, len(plans[0].groups)) * block
+    tokens = blocks // max(1, len(plans[0].groups)) * block * setup.context_ranks
     if setup.release.prints_concurrency_tokens and concurrency is not None:
         tokens = int(concurrency * setup.max_len)
     state = None if _has_state(full) and not one_group else sum(c.bytes for c in caches if c.name == "state")

@@ -27,7 +27,8 @@ def server_setup(
     model: ModelSpec, *, device: object | None, max_model_len: int | None, block_size: int | None, kv_cache_dtype: str,
     tensor_parallel_size: int, pipeline_parallel_size: int, max_num_batched_tokens: int | None,
     enable_prefix_caching: bool | None, mamba_cache_mode: str | None, mamba_ssm_cache_dtype: str,
-    num_speculative_tokens: int, disable_hybrid_kv_cache_manager: bool, platform: str | None, version: str | None,
+    num_speculative_tokens: int, disable_hybrid_kv_cache_manager: bool, decode_context_parallel_size: int,
+    platform: str | None, version: str | None,
 ) -> tuple[Setup, list[str]]:  # fmt: skip
     """The setup that these flags mean for this model, and notes on what was assumed; KvsimError for bad values."""
     where = release(version)
@@ -37,6 +38,12 @@ def server_setup(
         if value is not None:
             whole(value, name, low=1)
     drafted = int(whole(num_speculative_tokens, "num_speculative_tokens", high=64))
+    context = int(whole(decode_context_parallel_size, "decode_context_parallel_size", low=1, high=2**16))
+    if tensor_parallel_size % context:
+        raise KvsimError(f"decode_context_parallel_size {context} must divide tensor_parallel_size "
+                         f"{tensor_parallel_size}: it shares out the tokens over the same ranks")
+    if context > 1 and any(x.attention and x.attention.window for x, _ in model.groups):
+        raise KvsimError("vLLM's decode context parallelism does not support sliding windows")
     profile = load_device(device) if device is not None else None  # type: ignore[arg-type]
     place = _platform(platform, profile.kind if profile else None)
     latent = any(x.attention and x.attention.kind == "mla" for x, _ in model.groups)
@@ -57,6 +64,8 @@ def server_setup(
         max_len=max_model_len or model.max_context, batched=batched, ranks=tensor_parallel_size,
         pipeline=pipeline_parallel_size, hybrid=where.hybrid and not disable_hybrid_kv_cache_manager, mamba_mode=mode,
         ssm_bits=_ssm_bits(model, mamba_ssm_cache_dtype, notes), spec_tokens=drafted,
+        context_ranks=context,
+        sparse=any(x.attention and x.attention.index_dim for x, _ in model.groups),
     )  # fmt: skip
     return setup, notes
 

@@ -56,17 +56,18 @@ def model_width(dtype: str) -> int:
     return max(2, DTYPE_BITS[dtype] // 8)
 
 
-def token_bytes(attention: Attention, heads: int, dtype: str, width: int) -> TokenBytes:
+def token_bytes(attention: Attention, heads: int, dtype: str, width: int, sparse: bool = False) -> TokenBytes:
     """Bytes of one token.
 
     Args:
         attention: the layer's; heads: stored heads on this rank; dtype: from `spelled`; width: bytes of `auto`.
+        sparse: whether the model has an indexer in any layer, as then every latent layer is stored for it.
 
     Sources: vLLM v1/kv_cache_interface.py (page sizes), flashmla_sparse (656 bytes), turboquant/config.py (slots).
     Raises KvsimError where no backend of the engine stores this shape in this dtype.
     """
     if attention.kind == "mla":
-        return _latent(attention, dtype, width)
+        return _latent(attention, dtype, width, sparse or attention.index_dim > 0)
     sides = (attention.k_dim, attention.v_dim)
     index = attention.index_dim * width
     if dtype == "auto" or dtype in PLAIN:
@@ -89,15 +90,14 @@ def token_bytes(attention: Attention, heads: int, dtype: str, width: int) -> Tok
     return TokenBytes(heads * key, heads * (value + (key + value) % 2), index)  # the slot is made even
 
 
-def _latent(attention: Attention, dtype: str, width: int) -> TokenBytes:
+def _latent(attention: Attention, dtype: str, width: int, sparse: bool) -> TokenBytes:
     latent, rope = attention.k_dim, attention.v_dim
-    sparse = attention.index_dim > 0
     allowed = SPARSE_DTYPES if sparse else MLA_DTYPES
     if dtype not in allowed or (dtype == "fp8_ds_mla" and not sparse):
         kinds = "sparse latent attention (DSA)" if sparse else "latent attention (MLA)"
         raise KvsimError(f"no vLLM backend stores {kinds} as {dtype}: use "
                          f"{', '.join(d for d in allowed if sparse or d != 'fp8_ds_mla')}")
-    index = attention.index_dim + -(-attention.index_dim // 128) * 4 if sparse else 0  # fp8 keys, fp32 scale per 128
+    index = attention.index_dim + -(-attention.index_dim // 128) * 4  # fp8 keys, one fp32 scale per 128
     if sparse and dtype in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
         return TokenBytes(latent + -(-latent // 128) * 4 + 2 * rope, 0, index)  # 512 + 16 + 128 = 656
     size = width if dtype == "auto" else PLAIN[dtype]

@@ -35,6 +35,8 @@ class Setup:
     mamba_mode: str = "none"
     ssm_bits: int = 0
     spec_tokens: int = 0
+    context_ranks: int = 1
+    sparse: bool = False
 
     @property
     def in_flight(self) -> int:
@@ -72,7 +74,8 @@ class Page:
             return -(-min(self.window - 1 + setup.in_flight, length) // self.tokens) + 1
         if self.kind == "chunked":
             return -(-min(self.window + setup.in_flight, length) // self.tokens)
-        return -(-length // self.tokens)
+        own = -(-length // setup.context_ranks)
+        return -(-own // self.tokens)
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def aligned_block(model: ModelSpec, setup: Setup) -> int:
     attention = [layer.attention for layer, _ in model.groups if layer.attention and layer.attention.kind != "shared"]
     if not state or not attention:
         return setup.block
-    one = token_bytes(attention[0], rank_attention(attention[0], setup.ranks), setup.dtype, setup.width).attention
+    heads = rank_attention(attention[0], setup.ranks)
+    one = token_bytes(attention[0], heads, setup.dtype, setup.width, setup.sparse).attention
     step = max(16, setup.block)
     if setup.mamba_mode == "all":
         step = max(step, 256)
@@ -181,8 +185,9 @@ def _drafting_layers(model: ModelSpec, setup: Setup) -> list[Layer]:
     """Multi-token-prediction layers, there when tokens are drafted: attention like the last full one of the model."""
     if not setup.spec_tokens or not model.next_n_layers:
         return []
-    like = [x for x in model.layers if x.attention and x.attention.kind in ("full", "mla")]
-    return [Layer(attention=like[-1].attention)] * model.next_n_layers if like else []
+    full = [x.attention for x in model.layers if x.attention and x.attention.kind in ("full", "mla")]
+    like = [a for a in full if a.index_dim] or full  # a drafting layer has an indexer of its own
+    return [Layer(attention=like[-1])] * model.next_n_layers if like else []
 
 
 def _layer_pages(layer: Layer, setup: Setup) -> list[Page]:
@@ -200,7 +205,7 @@ def _attention_pages(attention: Attention, setup: Setup) -> list[Page]:
     if attention.kind in ("csa", "hca"):
         raise KvsimError("vLLM packs compressed attention (DeepSeek-V4) in a layout that is not modelled here")
     heads = rank_attention(attention, setup.ranks)
-    one = token_bytes(attention, heads, setup.dtype, setup.width)
+    one = token_bytes(attention, heads, setup.dtype, setup.width, setup.sparse)
     kind: PageKind = "full"
     window = 0
     if attention.kind == "cross":

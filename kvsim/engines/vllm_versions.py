@@ -54,8 +54,8 @@ class Release:
 
     @property
     def prints_concurrency_tokens(self) -> bool:
-        """"GPU KV cache size" is int(concurrency * max_model_len) instead of blocks // groups * block (#40694)."""
-        return self.number >= (0, 20)
+        """"GPU KV cache size" is int(concurrency * max_model_len) instead of blocks // groups * block (#43308)."""
+        return self.number >= (0, 21)
 
     def batches(self, pipeline: int) -> int:
         """Batches in flight that a window must hold beside itself: from 0.26 two with async scheduling (#47728)."""

@@ -99,11 +99,28 @@ def test_newer_releases_reserve_two_batches_beside_a_window():
     assert any("from 0.26" in w for w in memory("vllm", GPT_OSS, **flags).warnings)
 
 
-@pytest.mark.parametrize(("version", "tokens"), [("0.18", 1000 // 2 * 16), ("0.20", int(1000 / 649 * 8192))])
+@pytest.mark.parametrize(("version", "tokens"), [("0.20", 1000 // 2 * 16), ("0.21", int(1000 / 649 * 8192))])
 def test_what_the_token_print_means_by_release(version, tokens):
     found = memory("vllm", GPT_OSS, max_model_len=8192, max_num_batched_tokens=2048, num_gpu_blocks_override=1000,
                    version=version)
     assert found.tokens == tokens
+
+
+def test_the_same_server_printed_ten_times_the_tokens_one_release_later():
+    # vllm#43308: Gemma 4 31B, about 50 GiB: 55 thousand tokens in 0.20.0; 6 groups of 10 layers * 262144 bytes a block:
+    # 20480 blocks // 6 * 16 = 54608; 0.21.0 printed about 525 thousand for the same pool
+    gemma = ModelSpec.from_numbers(layers=60, n_heads=32, full_attn_layers=10, swa_layers=50, kv_heads_full=4,
+                                   head_dim_full=512, kv_heads_swa=16, head_dim_swa=256, window=1024)
+    flags = {"pool_bytes": 50 * GIB, "max_model_len": 262144, "max_num_batched_tokens": 8192}
+    assert memory("vllm", gemma, version="0.20.0", **flags).tokens == 54608
+    assert memory("vllm", gemma, version="0.21.0", **flags).tokens == pytest.approx(525_000, rel=0.1)
+
+
+def test_tokens_shared_out_over_ranks():
+    # each of 4 ranks keeps a quarter of a sequence's tokens: ceil(4096 / 4 / 16) = 64 blocks a request of 4096
+    found = memory("vllm", LLAMA, num_gpu_blocks_override=128, max_model_len=4096, tensor_parallel_size=4,
+                   decode_context_parallel_size=4, version="0.19")
+    assert (found.max_concurrency, found.tokens) == (2.0, 128 * 16 * 4)
 
 
 def test_group_sizes_follow_the_release():
@@ -190,6 +207,7 @@ def test_a_pool_too_small_is_told_with_the_longest_that_fits():
     ({"pool_bytes": GIB, "version": "2023-01"}, "no release by 2023-01"),
     ({"pool_bytes": GIB, "version": "0.12 V0"}, "removed in 0.11"),
     ({"pool_bytes": GIB, "version": "0.6", "kv_cache_dtype": "nvfp4"}, "vLLM V0 has no kv_cache_dtype nvfp4"),
+    ({"pool_bytes": GIB, "tensor_parallel_size": 4, "decode_context_parallel_size": 3}, "must divide"),
     ({"pool_bytes": GIB, "max_model_len": 0}, "max_model_len must lie between 1"),
     ({"pool_bytes": GIB, "swap_space_gib": -1.0, "version": "0.6"}, "swap_space_gib must be"),
     ({"gpu_memory_utilization": 0.9}, "needs device"),
@@ -207,6 +225,7 @@ def test_refusals(flags, message):
     (DEEPSEEK, {"kv_cache_dtype": "fp8_e5m2"}, "stores sparse latent attention"),
     (ModelSpec.from_numbers(layers=1, n_heads=1, head_dim=72), {"kv_cache_dtype": "nvfp4"}, "divisible by 16"),
     (ModelSpec.from_numbers(layers=1, n_heads=1, head_dim=72), {"version": "0.5"}, "head size 72 is not supported"),
+    (GPT_OSS, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "does not support sliding windows"),
     (ModelSpec.from_numbers(layers=2, n_heads=12, n_kv_heads=6, head_dim=64), {"tensor_parallel_size": 4},
      "6 KV heads can be neither divided over nor replicated on 4"),
 ])  # fmt: skip

@@ -113,7 +113,7 @@ def test_pool_of_another_server_with_the_same_blocks():
 def test_further_logs(case):
     flags = dict(case["flags"])
     blocks = case["printed"].get("blocks")
-    if "pool_gib" not in case:
+    if "pool_gib" not in case and "pool_bytes" not in flags:
         flags.setdefault("num_gpu_blocks_override", 1000)
     found = answers(case["arch"], flags, case.get("pool_gib"))
     if blocks:
