@@ -132,7 +132,9 @@ def _judged(server: Server, model: ModelSpec | None) -> list[Finding]:
 
 def _versions(server: Server) -> tuple[str, ...]:
     if server.version:
-        return (server.version + (" V0" if server.v1 is False and server.version < "0.11" else ""),)
+        minor = int(server.version.split(".")[1])
+        named = "" if server.v1 is None or not 7 <= minor < 11 else " V1" if server.v1 else " V0"  # both engines shipped
+        return (server.version + named,)
     if "CPU blocks" in server.figures:
         return ("0.6",)
     return UNKNOWN_VERSIONS
