@@ -32,6 +32,11 @@ class Setting:
     calibration: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0
 
+    def generator(self) -> torch.Generator:
+        """Random numbers of this place: others for each layer and side, the same on every device (made on the CPU)."""
+        place = self.place
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + place.layer * 2 + (place.side == "v"))
+
 
 class Twin(Generic[P]):
     """A part, running. `part` is the kvsim part: the only place where settings live."""
@@ -52,11 +57,24 @@ class FormatTwin(Twin[Format]):
     """Rows to packed buffers and back. Buffer names are those of `part.buffers()`."""
 
     def model_buffers(self) -> Tensors:
-        """Per-model buffers (codebooks, signs, projections), each [1, H', rows, w]; made once, shared by sequences."""
+        """Per-model buffers (codebooks, signs, projections), each [1, H', rows, w]; made once, shared by sequences.
+
+        The twin holds the same tensors; where `fixed` has a buffer of that name, that one is used instead.
+        """
         return {}
 
     def start(self, x: Tensor) -> Tensors:
-        """Fixed per-sequence buffers [B, H', rows, w] decided from the first rows encoded, x [B, H, n, d]."""
+        """Fixed per-sequence buffers [B, H', rows, w] decided from the first rows encoded, x [B, H, n, d].
+
+        A codebook that no calibration gave is learned here, once for the twin, into the tensor of `model_buffers`.
+        """
+        return {}
+
+    def calibrate(self, x: Tensor, weights: Tensor | None = None) -> Tensors:
+        """Tensors for `Setting.calibration` of this place, from rows x [B, H, n, d]; {} where nothing is calibrated.
+
+        weights: how much each value counts, broadcasting with x (Fisher information, attention), or None.
+        """
         return {}
 
     def encode(self, x: Tensor, fixed: Tensors) -> Tensors:
@@ -75,7 +93,10 @@ class FormatTwin(Twin[Format]):
         raise NotImplementedError
 
     def rows_per(self, name: str) -> int:
-        """Token rows for one row of a buffer: 1, the unit for group scales, 0 for one row a flushed block."""
+        """Token rows for one row of a buffer: 1, the unit for group scales, 0 for an entry a flushed block.
+
+        Block buffers are handed to `decode` whole; an entry is one row, or as many as the part says (`lowrank`: rank).
+        """
         return 1
 
 
@@ -195,7 +216,7 @@ class Merged:
 
 @dataclass
 class Fold:
-    """What a merging policy does after a step: row at[b, h, i] becomes keys, values [B, H, m, d], then rows are dropped.
+    """What a merging policy does after a step: rows `at` become keys, values [B, H, m, d], then rows are dropped.
 
     at: int64 [B, H, m], -1 where a head writes fewer; may repeat a row with the same content. drop: ascending int64
     [B, H, k], -1 (first) where a head drops fewer; None: nothing. state: for all rows held, before the drop.
@@ -254,7 +275,7 @@ class PolicyTwin(Twin[TokenPolicy]):
     def bias(self, state: Tensors, seen: int = 0, rows: int = 0) -> Tensor | None:
         """Added to the logits of the rows held, float32 [B, H, rows] (log-counts of merged rows), or None.
 
-        state, seen: as the prompt or the last step left them; rows: held now, this step's new ones behind them included.
+        state, seen: as the prompt or the last step left them; rows: held now, this step's new ones included.
         """
         return None
 
