@@ -133,7 +133,7 @@ def _judged(server: Server, model: ModelSpec | None) -> list[Finding]:
 def _versions(server: Server) -> tuple[str, ...]:
     if server.version:
         minor = int(server.version.split(".")[1])
-        named = "" if server.v1 is None or not 7 <= minor < 11 else " V1" if server.v1 else " V0"  # both engines shipped
+        named = "" if server.v1 is None or not 7 <= minor < 11 else " V1" if server.v1 else " V0"  # both shipped
         return (server.version + named,)
     if "CPU blocks" in server.figures:
         return ("0.6",)

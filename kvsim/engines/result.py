@@ -31,6 +31,8 @@ class Memory:
     two sides. `state_bytes` is recurrent state, not in kv_bytes; `states` its parts where the engine shows them.
     `tokens` and `max_concurrency` are the server's.
     `refused`: why the engine would not start with these flags although the figures can be told (the pool is too small).
+    `pool_bytes`: what the engine had or was estimated to have for it; `longest_request`: tokens of the longest single
+    request that it holds; `tokens_range`: `tokens` at the ends of an estimated pool.
     """
 
     engine: str
@@ -46,6 +48,9 @@ class Memory:
     max_concurrency: float | None = None
     warnings: tuple[str, ...] = ()
     refused: str = ""
+    pool_bytes: int | None = None
+    longest_request: int | None = None
+    tokens_range: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, the fields of `kvsim memory --json`."""

@@ -108,9 +108,13 @@ def memory(
         return _needed(plans, setup, notes)
     refused = _refusal(plans, setup, blocks, sizes)
     notes = [refused, *notes] if refused else notes
+    ends = None
     if pools:
         notes += _interval_notes(pools, plans, setup)
-    found = replace(_report(plans, setup, blocks, notes), refused=refused)
+        low, high = (_blocks(plans, [getattr(pool.left, end) for pool in pools]) for end in ("low", "high"))
+        ends = (_tokens(plans, setup, low), _tokens(plans, setup, high))
+    found = replace(_report(plans, setup, blocks, notes), refused=refused, tokens_range=ends)
+    found = replace(found, pool_bytes=min(sizes) if sizes else None, longest_request=_longest(plans, setup, blocks))
     if setup.release.v0:
         found = _with_swap(found, plans, 4.0 if swap_space_gib is None else swap_space_gib)
     elif swap_space_gib is not None:
@@ -153,24 +157,41 @@ def _report(plans: list[Plan], setup: Setup, blocks: int, notes: list[str]) -> M
     full = max(plans, key=lambda p: p.block_bytes)
     caches = _caches(full, setup, blocks)
     one_group = len(full.groups) == 1
-    attention = [p for g in full.groups for p in g.pages if p.kind not in ("state", "cross")]
-    block = min((p.tokens for p in attention), default=setup.max_len or setup.block)
+    attention = any(p.kind not in ("state", "cross") for g in full.groups for p in g.pages)
+    block = _block_tokens(full, setup)
     concurrency = None
     if setup.max_len:
         concurrency = blocks / plans[0].blocks_per_request(setup, setup.max_len)
         if setup.release.v0 and attention:
             concurrency = blocks * block / setup.max_len
-    tokens = blocks // max(1, len(plans[0].groups)) * block * setup.context_ranks
-    if setup.release.prints_concurrency_tokens and concurrency is not None:
-        tokens = int(concurrency * setup.max_len)
     state = None if _has_state(full) and not one_group else sum(c.bytes for c in caches if c.name == "state")
     return Memory(
         "vllm", kv_bytes=full.block_bytes * blocks if attention else 0,
         k_bytes=sum(c.k_bytes or 0 for c in caches) if one_group else None,
         v_bytes=sum(c.v_bytes or 0 for c in caches) if one_group else None,
-        caches=caches, state_bytes=state, tokens=tokens, blocks=blocks, block_tokens=block, max_concurrency=concurrency,
+        caches=caches, state_bytes=state,
+        tokens=_tokens(plans, setup, blocks), blocks=blocks, block_tokens=block, max_concurrency=concurrency,
         warnings=tuple(notes),
     )  # fmt: skip
+
+
+def _block_tokens(plan: Plan, setup: Setup) -> int:
+    """Tokens of the smallest attention block; a model of states only counts requests."""
+    tokens = [p.tokens for g in plan.groups for p in g.pages if p.kind not in ("state", "cross")]
+    return min(tokens, default=setup.max_len or setup.block)
+
+
+def _tokens(plans: list[Plan], setup: Setup, blocks: int) -> int:
+    """"GPU KV cache size" as the release prints it."""
+    if setup.release.prints_concurrency_tokens and setup.max_len:
+        return int(blocks / plans[0].blocks_per_request(setup, setup.max_len) * setup.max_len)
+    size = _block_tokens(max(plans, key=lambda p: p.block_bytes), setup)
+    return blocks // max(1, len(plans[0].groups)) * size * setup.context_ranks
+
+
+def _longest(plans: list[Plan], setup: Setup, blocks: int) -> int:
+    """The longest single request that the blocks hold, bounded where states alone would hold any."""
+    return plans[0].longest(setup, blocks, 2**24) if blocks else 0
 
 
 def _has_state(plan: Plan) -> bool:
@@ -226,8 +247,7 @@ def _interval_notes(pools: tuple[Pool, ...], plans: list[Plan], setup: Setup) ->
     ends = []
     for end in ("low", "mid", "high"):
         blocks = _blocks(plans, [getattr(pool.left, end) for pool in pools])
-        longest = plans[0].longest(setup, blocks, max(setup.max_len, 2**24) if blocks else 0)
-        ends.append((blocks, longest))
+        ends.append((blocks, _longest(plans, setup, blocks)))
     tightest = min(pools, key=lambda pool: pool.left.mid)
     return [f"estimated {tightest.describe()}",
             f"blocks {ends[1][0]} ({ends[0][0]} to {ends[2][0]}), longest request {ends[1][1]} tokens "

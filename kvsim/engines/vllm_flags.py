@@ -17,6 +17,7 @@ BLOCKS = {"cuda": 16, "rocm": 16, "xpu": 64, "cpu": 16, "tpu": 256, "ascend": 12
 MLA_BLOCK = 64
 MODES = ("none", "align", "all")
 SSM_BITS = {"auto": 0, "float32": 32, "fp32": 32, "float16": 16, "fp16": 16, "bfloat16": 16, "bf16": 16}
+FLOAT32_STATES = ("qwen3_5", "kimi")
 LARGE_DEVICE_BYTES = 70 * GIB
 """From this size vLLM batches 8192 tokens a step by default, below it 2048 (its table of defaults by device memory)."""
 
@@ -108,16 +109,26 @@ def _mamba_mode(model: ModelSpec, asked: str | None, prefix: bool | None) -> str
 
 
 def _ssm_bits(model: ModelSpec, asked: str, notes: list[str]) -> int:
-    """Bits of the recurrent state (0: as the model says): float32 where the config names it, else the model's dtype."""
+    """Bits of the recurrent state, 0 for those of the model's own numbers."""
     name = asked.strip().lower().removeprefix("torch.")
     if name not in SSM_BITS:
         raise KvsimError(f"mamba_ssm_cache_dtype {shown(asked)} is not one of {', '.join(SSM_BITS)}")
     recurrent = [s for x, _ in model.groups for s in x.states if s.name != "conv"]
-    if name == "auto" and recurrent:
-        notes.append(f"recurrent state taken at {recurrent[0].bits} bits, as the model says: pass "
-                     "mamba_ssm_cache_dtype (float32 for Qwen3.5 and Nemotron 3, bfloat16 for Qwen3-Next and "
-                     "Nemotron Nano v2)")
-    return SSM_BITS[name]
+    if name != "auto" or not recurrent:
+        return SSM_BITS[name]
+    bits = recurrent[0].bits if model.architecture == "numbers" else _auto_bits(model)
+    notes.append(f"recurrent state taken at {bits} bits: pass mamba_ssm_cache_dtype where the server has another")
+    return bits
+
+
+def _auto_bits(model: ModelSpec) -> int:
+    """vLLM's `auto`: float32 where the config asks for it (Qwen3.5, Nemotron 3, Kimi), else the activations' dtype.
+
+    Configs of Nemotron 3, all with experts, name float32; those of Nemotron Nano v2, without, name nothing.
+    """
+    routed = any(m.routed for x, _ in model.groups for m in x.matrices)
+    named = model.architecture.startswith(FLOAT32_STATES) or (model.architecture == "nemotron_h" and routed)
+    return 32 if named else 8 * model_width(model.dtype)
 
 
 def _check_v0(model: ModelSpec, dtype: str) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvsim import KvsimError, ModelSpec, memory
 from kvsim.engines.vllm_formats import SPELLINGS, spelled, token_bytes
 from kvsim.engines.vllm_versions import release
-from kvsim.model import Attention
+from kvsim.model import Attention, Layer, Matrix, State
 
 GIB = 2**30
 LLAMA = ModelSpec.from_numbers(layers=32, n_heads=32, n_kv_heads=8, head_dim=128)
@@ -258,3 +258,19 @@ def test_never_more_than_the_pool_and_monotone(pool, length, dtype):
     assert found.kv_bytes <= pool < found.kv_bytes + found.kv_bytes // max(1, found.blocks) + 2**22
     assert more.blocks >= 2 * found.blocks
     assert (found.max_concurrency >= 1) == (not found.refused)
+
+
+@pytest.mark.parametrize(("architecture", "routed", "block"), [
+    # Nemotron 3 names float32 in its config, Nemotron Nano v2 nothing. Attention 2 * 1 * 64 * 2 = 256 bytes a token;
+    # a state of 64 * 64 values of 4 or 2 bytes is 16384 / 256 = 64 or 8192 / 256 = 32 tokens of it
+    ("nemotron_h", True, 64), ("nemotron_h", False, 32), ("qwen3_5_moe", False, 64), ("qwen3_next", True, 32),
+])  # fmt: skip
+def test_the_states_dtype_is_the_configs(architecture, routed, block):
+    model = ModelSpec(
+        "m", architecture, hidden_size=64, vocab_size=64, max_context=4096,
+        layers=(Layer(attention=Attention("full", 1, 1, 64, 64), matrices=(Matrix("experts.up", 1, 1, routed=routed),)),
+                Layer(states=(State("recurrent", (1, 64, 64), 32),))))  # fmt: skip
+    found = memory("vllm", model, num_gpu_blocks_override=1)
+    assert found.block_tokens == block
+    assert any("recurrent state taken at" in w for w in found.warnings)
+    assert memory("vllm", model, num_gpu_blocks_override=1, mamba_ssm_cache_dtype="float32").block_tokens == 64

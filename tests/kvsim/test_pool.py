@@ -80,3 +80,13 @@ def test_questions_without_an_answer():
     for wrong in ({"device": "h100-sxn"}, {"device": "h100-sxm", "weights": "fp9"}):
         with pytest.raises(KvsimError, match="did you mean"):
             memory("vllm", load_model("llama-3.1-8b"), **wrong)
+
+
+def test_figures_at_the_ends_of_the_estimate():
+    found = memory("vllm", load_model("llama-3.1-8b"), device="h100-sxm", max_model_len=8192)
+    low, high = found.tokens_range
+    assert low < found.tokens < high
+    assert found.pool_bytes - 2 * 2**20 < found.kv_bytes <= found.pool_bytes
+    assert found.longest_request == found.blocks * 16
+    exact = memory("vllm", load_model("llama-3.1-8b"), pool_bytes=GIB, max_model_len=4096)
+    assert (exact.tokens_range, exact.pool_bytes, exact.longest_request) == (None, GIB, 8192)
