@@ -43,7 +43,7 @@ class Coefficient:
     element_rates: (head_dim, stored values that one unit takes in per clock cycle); empty where that never limits.
     flops_share: achieved share of the dense peak; flops_shares: the same by head_dim, where it differs.
     wave_s: seconds for each wave of thread blocks. slots: blocks that share a unit. max_splits: parts into which a
-    sequence may be split when blocks are few; split_s: what recombining them costs. window_s: extra of a sliding
+    sequence may be split when blocks are few; split_s: what recombining long ones costs. window_s: extra of a sliding
     window. step_s: seconds for each 1,024 of a matrix product's k, walked one after another.
     group_limit: query heads per KV head beyond which each query head reads alone.
     log_error: 5%, 50% and 95% quantiles of ln(measured / predicted). rows: measurements behind it, devices: on what.

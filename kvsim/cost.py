@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from math import exp
+from math import exp, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,19 +24,23 @@ TILE = 128
 """Query rows of one thread block in prefill."""
 SPLIT_ROWS = 64
 """Fewest rows that a kernel gives to one part of a split sequence."""
+PIECE = 16_384
+"""Points computed at once: their temporaries stay in a core's cache."""
+COMBINED_ROWS = 256.0
+"""Rows beyond which the parts of a sequence have to be put together again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Seconds:
     """A predicted time: `seconds`, the factors to the ends of its 90% interval, and whose coefficients it used.
 
-    Arrays have the broadcast shape of the question. `parts` holds the named terms from which `term` is chosen.
+    Arrays have the broadcast shape of the question. `parts` gives the named terms from which `term` is chosen.
     """
 
     seconds: Real
     spread: tuple[float, float]
     coefficients: str
-    parts: Parts = ()
+    parts: Callable[[], Parts]
 
     @property
     def low(self) -> Real:
@@ -51,8 +55,9 @@ class Seconds:
     @property
     def term(self) -> Any:
         """The largest term: `memory`, `conversion`, `compute`, `launch`, `waves` ...; a str, or an array of them."""
-        names = np.array([name for name, _ in self.parts])
-        values = np.broadcast_arrays(*(value for _, value in self.parts), self.seconds)[:-1]
+        parts = self.parts()
+        names = np.array([name for name, _ in parts])
+        values = np.broadcast_arrays(*(value for _, value in parts), self.seconds)[:-1]
         found = names[np.argmax(np.stack(values), axis=0)]
         return str(found) if found.ndim == 0 else found
 
@@ -84,8 +89,8 @@ def _memory(device: HardwareProfile, c: Coefficient, bytes_moved: Real, working_
         return bytes_moved * slow
     fast = 1.0 / (c.cache_multiple * device.bandwidth_bytes_per_s)
     held = bytes_moved if working_set is None else working_set
-    hit = np.clip(2.0 - held * (1.0 / (c.cache_reach * device.last_level_cache_bytes)), 0.0, 1.0)
-    return bytes_moved * (slow + (fast - slow) * hit)
+    miss = np.clip(held * (1.0 / (c.cache_reach * device.last_level_cache_bytes)) - 1.0, 0.0, 1.0)
+    return bytes_moved * (fast + (slow - fast) * miss)
 
 
 def _by_head_dim(table: tuple[tuple[int, float], ...], head_dim: Real) -> Real:
@@ -101,12 +106,12 @@ def _smooth_max(terms: Sequence[Real], squarings: int) -> Real:
     """(x^p + y^p + ...)^(1/p) for p = 2^squarings, by multiplications and square roots."""
     total: Real = 0.0
     for term in terms:
-        power = term
-        for _ in range(squarings):
-            power = power * power
+        power = term * term
+        for _ in range(squarings - 1):
+            power *= power
         total = total + power
     for _ in range(squarings):
-        total = np.sqrt(total)
+        total = np.sqrt(total, out=total) if isinstance(total, np.ndarray) else sqrt(total)
     return total
 
 
@@ -117,18 +122,18 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
         splits = min(units / blocks, rows / 64, max_splits), 1 or more
         idle   = waves rounded up / waves (prefill: sqrt(1 + 1 / waves^2)), waves = blocks * splits / (units * slots)
         t0 + (memory^p + (idle * conversion)^p + (idle * compute)^p)^(1/p), p = 8 (prefill: 2)
-           + wave_s * ceil(blocks / units) + split_s * (1 - 1 / splits wanted) + window_s * cut
+           + wave_s * ceil(blocks / units) + split_s * (1 - 256 / rows, 0 or more) + window_s * cut
     """
     units = float(device.units or 1)
     per_unit = work.blocks * (1.0 / units)
-    wanted = np.maximum(np.minimum(1.0 / per_unit, work.rows * (1.0 / SPLIT_ROWS)), 1.0)
-    waves = per_unit * np.minimum(wanted, c.max_splits) * (1.0 / c.slots)
+    splits = np.maximum(np.minimum(np.minimum(1.0 / per_unit, c.max_splits), work.rows * (1.0 / SPLIT_ROWS)), 1.0)
+    waves = per_unit * splits * (1.0 / c.slots)
     # Decode's blocks are alike and finish together; prefill's causal tiles differ in length and fill each other's gaps.
     causal = c.op == "prefill"
     idle = np.sqrt(1.0 + 1.0 / (waves * waves)) if causal else np.ceil(waves) / waves
     memory = _memory(device, c, work.bytes_moved, work.working_set)
     share = _by_head_dim(c.flops_shares, work.head_dim) if c.flops_shares else c.flops_share
-    compute = work.flops * idle / (share * unit_of(device, "bf16"))
+    compute = work.flops * idle * (1.0 / (share * unit_of(device, "bf16")))
     parts: list[tuple[str, Real]] = [("launch", c.t0_s), ("memory", memory), ("compute", compute)]
     busy = [memory, compute]
     if c.element_rates and device.units and device.clock_hz:
@@ -136,11 +141,11 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
         if np.any(work.q_per_kv > c.group_limit):
             elements = elements * np.where(work.q_per_kv > c.group_limit, work.q_per_kv, 1)
         rate = _by_head_dim(c.element_rates, work.head_dim) * (rate_factor * units * device.clock_hz)
-        parts.append(("conversion", elements * idle / rate))
+        parts.append(("conversion", elements * idle * (1.0 / rate)))
         busy.append(parts[-1][1])
     parts.append(("waves", c.wave_s * np.ceil(per_unit)))
-    parts.append(("split", c.split_s * (1.0 - 1.0 / wanted)))
-    seconds = _smooth_max(busy, 1 if causal else 3) + parts[-2][1] + parts[-1][1] + c.t0_s
+    parts.append(("combine", c.split_s - c.split_s * COMBINED_ROWS / np.maximum(work.rows, COMBINED_ROWS)))
+    seconds = _smooth_max(busy, 1 if causal else 3) + (parts[-2][1] + c.t0_s) + parts[-1][1]
     if c.window_s and np.any(work.cut):
         seconds = seconds + c.window_s * work.cut
     return seconds, tuple(parts)
@@ -164,12 +169,38 @@ def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k
     return seconds, (("launch", c.t0_s), ("memory", memory), ("compute", compute), ("walk", walk))
 
 
-def _answer(found: tuple[Real, Parts], choice: Choice) -> Seconds:
-    seconds, parts = found
+def _answer(timed: Callable[..., tuple[Real, Parts]], sizes: dict[str, Any], choice: Choice) -> Seconds:
+    """Seconds of `timed(**sizes)` with the interval of the chosen coefficients."""
     low, _, high = choice.coefficient.log_error
     widen = choice.widen
     spread = (exp(-((low * low + widen * widen) ** 0.5)), exp((high * high + widen * widen) ** 0.5))
-    return Seconds(float(seconds) if np.ndim(seconds) == 0 else seconds, spread, choice.said, parts)
+    return Seconds(_in_pieces(timed, sizes), spread, choice.said, lambda: timed(**sizes)[1])
+
+
+def _shape(sizes: dict[str, Any]) -> tuple[int, ...]:
+    """The broadcast shape of the sizes; KvsimError naming those that are arrays where there is none."""
+    try:
+        return np.broadcast_shapes(*(np.shape(size) for size in sizes.values()))
+    except ValueError:
+        shapes = ", ".join(f"{name} {np.shape(size)}" for name, size in sizes.items() if np.ndim(size))
+        raise KvsimError(f"shapes do not broadcast: {shapes}") from None
+
+
+def _in_pieces(timed: Callable[..., tuple[Real, Parts]], sizes: dict[str, Any]) -> Real:
+    """Seconds of `timed(**sizes)`, computed over pieces of the first axis that stay in the CPU's cache."""
+    shape = _shape(sizes)
+    total = prod(shape)
+    if total <= 2 * PIECE:
+        seconds = timed(**sizes)[0]
+        return np.broadcast_to(seconds, shape).copy() if shape else float(seconds)
+    aligned = {k: np.reshape(v, (1,) * (len(shape) - np.ndim(v)) + np.shape(v)) if np.ndim(v) else v
+               for k, v in sizes.items()}
+    out = np.empty(shape)
+    step = max(1, PIECE * shape[0] // total)
+    for at in range(0, shape[0], step):
+        piece = {k: v[at:at + step] if np.ndim(v) and v.shape[0] > 1 else v for k, v in aligned.items()}
+        out[at:at + step] = timed(**piece)[0]
+    return out
 
 
 def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format: str = "bf16",
@@ -187,11 +218,13 @@ def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format
         KvsimError: unknown op, format or conversion; a quantity that is negative or not finite.
     """
     choice = chosen(device, op, kernel, format, conversion)
-    values: dict[str, Any] = {}
-    for one in fields(KernelWork):
-        value = getattr(work, one.name)
-        values[one.name] = None if value is None else _quantity(value, one.name)
-    return _answer(kernel_time(device, choice.coefficient, KernelWork(**values), choice.rate_factor), choice)
+    given = {one.name: getattr(work, one.name) for one in fields(KernelWork)}
+    sizes = {name: _quantity(value, name) for name, value in given.items() if value is not None}
+
+    def timed(**piece: Any) -> tuple[Real, Parts]:
+        return kernel_time(device, choice.coefficient, KernelWork(**piece), choice.rate_factor)
+
+    return _answer(timed, sizes, choice)
 
 
 def _quantity(value: Any, what: str) -> Real:
@@ -243,21 +276,16 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
     named = {"batch": batch, "tokens": tokens, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
     sizes = {name: whole(value, name, low=1) for name, value in named.items()}
     sizes["window"] = whole(window, "window")
-    _check_shapes(sizes)
+    _shape(sizes)
     if np.any(np.less(sizes["n_heads"], sizes["n_kv_heads"])):
         raise KvsimError(f"n_heads must be n_kv_heads or more, got {shown(n_heads)} and {shown(n_kv_heads)}")
     bits = known_format(format).bits
     choice = chosen(device, phase, kernel, format)
-    work = attention_work(phase, **sizes, bits=bits)
-    return _answer(kernel_time(device, choice.coefficient, work, choice.rate_factor), choice)
 
+    def timed(**piece: Any) -> tuple[Real, Parts]:
+        return kernel_time(device, choice.coefficient, attention_work(phase, bits=bits, **piece), choice.rate_factor)
 
-def _check_shapes(sizes: dict[str, Any]) -> None:
-    try:
-        np.broadcast_shapes(*(np.shape(size) for size in sizes.values()))
-    except ValueError:
-        shapes = ", ".join(f"{name} {np.shape(size)}" for name, size in sizes.items() if np.ndim(size))
-        raise KvsimError(f"shapes do not broadcast: {shapes}") from None
+    return _answer(timed, sizes, choice)
 
 
 def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dtype: str = "bf16",
@@ -273,9 +301,12 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
     """
     known_dtype(dtype)
     sizes = {name: whole(value, name, low=1) for name, value in (("m", m), ("n", n), ("k", k))}
-    _check_shapes(sizes)
     choice = chosen(device, "matmul", kernel, dtype)
-    return _answer(product_time(device, choice.coefficient, **sizes, dtype=dtype), choice)
+
+    def timed(**piece: Any) -> tuple[Real, Parts]:
+        return product_time(device, choice.coefficient, dtype=dtype, **piece)
+
+    return _answer(timed, sizes, choice)
 
 
 LINK_SHARE = {"switch": 0.83, "mesh": 0.75, "pcie": 0.45}
@@ -299,7 +330,7 @@ def allreduce_seconds(device: HardwareProfile, bytes: Any, ranks: int) -> Second
     if not isinstance(n, int):
         raise KvsimError("ranks must be one number")
     if n == 1:
-        return Seconds(size * 0.0, (1.0, 1.0), "one rank", (("launch", 0.0),))
+        return Seconds(size * 0.0, (1.0, 1.0), "one rank", lambda: (("launch", 0.0),))
     topology = device.topology
     link = device.host_link_bytes_per_s if topology == "pcie" else device.interconnect_bytes_per_s
     if topology not in LINK_SHARE or not link:
@@ -308,4 +339,4 @@ def allreduce_seconds(device: HardwareProfile, bytes: Any, ranks: int) -> Second
     latency = START_SECONDS + 2.0 * (n - 1) * HOP_SECONDS[topology]
     transfer = size * (2.0 * (n - 1) / n / (LINK_SHARE[topology] * reach * link))
     return Seconds(latency + transfer, (0.6, 1.7), f"{topology}, ring of {n}, published link shares",
-                   (("launch", latency), ("link", transfer)))
+                   lambda: (("launch", latency), ("link", transfer)))

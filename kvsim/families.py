@@ -21,7 +21,7 @@ from kvsim.lending import CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES
 from kvsim.measured import Table, device_of, read_table
 
 ENGINE_ORDER = ("vllm", "sglang", "trtllm", "*", "")
-REALLY_DIFFERENT = 1.25
+REALLY_DIFFERENT = 1.1
 """Engine versions part where their common fit's mean error is this many times that of separate fits."""
 
 
