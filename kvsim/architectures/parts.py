@@ -129,7 +129,7 @@ def assemble(f: Fields, layers: Sequence[Layer], hidden: int, vocab: int, *, fin
     levels = (f,) if top is None else (top, f)
     width = width or hidden
     tied = f.flag("tie_word_embeddings") if tied is None else tied
-    next_n = f.maybe("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", high=LAYERS_MAX)
+    next_n = f.maybe("num_nextn_predict_layers", "num_mtp_layers", high=LAYERS_MAX)
     for level in levels:
         if level.has("quantization_config") or level.has("compression_config"):
             f.notes.append("quantization_config is not applied: it changes the bytes of weights, not their number; "
@@ -140,4 +140,4 @@ def assemble(f: Fields, layers: Sequence[Layer], hidden: int, vocab: int, *, fin
         name=levels[0].model_type, architecture=levels[0].model_type, layers=tuple(layers), hidden_size=hidden,
         vocab_size=vocab, embeddings=(Matrix("embed_tokens", vocab, width), *embeddings), head=out, tied=tied,
         towers=towers, other_parameters=final + extra + spare, dtype=dtype_of(*levels), max_context=context_of(*levels),
-        next_n_layers=next_n or 0)
+        next_n_layers=next_n or f.maybe("num_mtp_modules", high=LAYERS_MAX) or 0)
