@@ -57,11 +57,17 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, rule: Rule, window: int) -> T
         mask = None if not window or k.shape[2] <= window else ~hidden(q.shape[2], k.shape[2], window, q.device)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1,
                                                        scale=rule.scaling, enable_gqa=q.shape[1] != k.shape[1])
-    pieces = []
-    for start, weights in _weights_in_blocks(q, k, rule, window):
-        pieces.append(grouped(weights, k.shape[1]) @ v.float())
-        pieces[-1] = pieces[-1].reshape(*weights.shape[:3], v.shape[3])
-        del start
+    return attend_later(q, k, v, rule, window)
+
+
+def attend_later(q: Tensor, k: Tensor, v: Tensor, rule: Rule, window: int) -> Tensor:
+    """Causal attention of the last q rows over all k rows, in full precision."""
+    if not rule.softcap and rule.sinks is None:
+        mask = None if q.shape[2] == 1 and not window else ~hidden(q.shape[2], k.shape[2], window, q.device)
+        grouped_heads = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=grouped_heads)
+    pieces = [(grouped(w, k.shape[1]) @ v.float()).reshape(*w.shape[:3], v.shape[3])
+              for _, w in _weights_in_blocks(q, k, rule, window)]
     return torch.cat(pieces, dim=2).to(q.dtype)
 
 
@@ -98,16 +104,16 @@ def attend(store: Store, q: Tensor, rule: Rule) -> tuple[Tensor, Step]:
     Returns the output [B, Hq, m, dv] and what the policy may look at.
     """
     m = q.shape[2]
-    step = Step(seen=store.seen, rows=store.keys.rows, queries=q)
+    step = Step(seen=store.seen, rows=store.keys.rows, queries=q, new=m)
     if _is_plain(store):
-        return _attend_plain(store, q, rule), step
+        return attend_later(q, store.sides["k"].read(), store.sides["v"].read(), rule, 0), step
     ranges = store.live_ranges()
     live = [None, None] if ranges is None else [_visible(s, ranges, m, store.geometry.window) for s in store.sides.values()]
     rows = store.keys.rows if live[0] is None else live[0].shape[0]
     logits = rule.logits(_scores(store, q, live[0], rows))
     if store.policy is not None:
         state = {n: p.read() for n, p in store.state.items()}
-        bias = store.policy.bias(state)
+        bias = store.policy.bias(state, store.seen - m, rows)
         logits = logits if bias is None else _add_bias(logits, bias)
         chosen = store.policy.attended(state, q, rows) if m == 1 else None
         logits = logits if chosen is None else _only(logits, chosen)
@@ -130,15 +136,6 @@ def _visible(side: Side, ranges: list[tuple[int, int]], queries: int, window: in
 def _is_plain(store: Store) -> bool:
     sides = store.sides.values()
     return store.policy is None and not store.geometry.window and all(s.plain and s.basis is None for s in sides) and not store.method.k.before_rope
-
-
-def _attend_plain(store: Store, q: Tensor, rule: Rule) -> Tensor:
-    k, v = store.sides["k"].read(), store.sides["v"].read()
-    if rule.softcap or rule.sinks is not None:
-        return torch.cat([(grouped(w, k.shape[1]) @ v.float()).reshape(*w.shape[:3], v.shape[3])
-                          for _, w in _weights_in_blocks(q, k, rule, 0)], dim=2).to(q.dtype)
-    mask = None if q.shape[2] == 1 else ~hidden(q.shape[2], k.shape[2], 0, q.device)
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _add_bias(logits: Tensor, bias: Tensor) -> Tensor:

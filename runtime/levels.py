@@ -19,12 +19,12 @@ def nearest(x: Tensor, levels: Tensor) -> Tensor:
     middle = (levels[..., 1:] + levels[..., :-1]) / 2
     table = torch.cat((middle, middle[..., -1:]), dim=-1).reshape(-1)
     base = _first(levels, count)
-    at = torch.zeros((), dtype=torch.int32, device=x.device).expand(x.shape) + base
+    at = torch.zeros(x.shape, dtype=torch.int32, device=x.device).add_(base)
     step = count // 2
     while step:
-        at = at + (x >= _look(table, at + (step - 1))) * step
+        at.add_((x >= _look(table, at + (step - 1))).to(torch.int32), alpha=step)
         step //= 2
-    return (at - base).to(torch.uint8)
+    return at.sub_(base).to(torch.uint8)
 
 
 def lookup(codes: Tensor, levels: Tensor) -> Tensor:
@@ -47,8 +47,11 @@ def _look(table: Tensor, at: Tensor) -> Tensor:
 def to_e2m1(x: Tensor) -> Tensor:
     """Codes of values already divided by their scale: nearest, ties to even, saturating at 6."""
     size = x.abs()
-    code = torch.where(size < 2, (size * 2).round(), torch.where(size < 4, size.round() + 2, (size / 2).round() + 4))
-    return code.clamp_(max=7).to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
+    code = (size > 0.25).to(torch.uint8)
+    # a tie goes to the level whose mantissa bit is 0: up from 0.75, 1.75 and 3.5, down from the others
+    for tie, up in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+        code += size >= tie if up else size > tie
+    return code | ((x < 0).to(torch.uint8) << 3)
 
 
 def from_e2m1(codes: Tensor) -> Tensor:

@@ -225,7 +225,18 @@ class Side:
             rows = rows if offset is None else rows + offset
         return rows
 
-    # -- dropping ------------------------------------------------------------------------------------------------
+    # -- rewriting and dropping ------------------------------------------------------------------------------------------------
+
+    def rewrite(self, at: Tensor, x: Tensor) -> None:
+        """Row at[b, h, i] becomes x[b, h, i]; -1 writes nothing. Each new row is encoded once, where it stands."""
+        if self.basis is not None:
+            x = self._project(x) if self.ready else x
+        rest = self.full if self.full is not None else self.tail
+        if rest is not None and rest.rows:
+            _put(rest, at - self.encoded_rows, x)
+        if self.encoded_rows:
+            for name, buffer in self.format.encode(x, self.fixed).items():
+                _put(self.encoded[name], torch.where(at < self.encoded_rows, at, -1), buffer)
 
     def keep(self, index: Tensor) -> None:
         """Keep rows index [B, H, m] (ascending); the tail's rows must be among them while encoded rows are left."""
@@ -334,3 +345,12 @@ class Side:
             paged.to(device)
         self.fixed = {k: v.to(device) for k, v in self.fixed.items()}
         self.basis_fixed = {k: v.to(device) for k, v in self.basis_fixed.items()}
+
+
+def _put(rows: Paged, at: Tensor, x: Tensor) -> None:
+    """Write x[b, h, i] into row at[b, h, i] where that is one of the rows."""
+    held = rows.read().clone()
+    inside = (at >= 0) & (at < held.shape[2])
+    index = at.clamp(0, held.shape[2] - 1)[..., None].expand(-1, -1, -1, held.shape[3])
+    held.scatter_(2, index, torch.where(inside[..., None], x.to(held.dtype), held.gather(2, index)))
+    rows.assign(held)

@@ -13,7 +13,7 @@ from kvsim.errors import KvsimError
 from kvsim.method import Method
 from kvsim.parts import ALLOCATION_ROWS, Place, Rows
 from runtime.buffers import Paged
-from runtime.parts import PolicyTwin, Prompt, Setting, Step, Tensors, twins
+from runtime.parts import Merged, PolicyTwin, Prompt, Setting, Step, Tensors, twins
 from runtime.rope import Rotation
 from runtime.side import Side
 
@@ -74,9 +74,12 @@ class Store:
         if method.k.before_rope and around.rotation is None:
             raise KvsimError("rope=pre needs the model's rotary embedding")
         self.policy: PolicyTwin | None = None
+        self.policy_model: Tensors = {}
         if method.tokens.name != "keep" and not geometry.window:
             setting = around.setting(geometry.place("k", bits), "tokens")
             self.policy = twins()[method.tokens.name](method.tokens, setting)  # type: ignore[assignment,arg-type]
+            assert self.policy is not None
+            self.policy_model = around.shared.setdefault("tokens", self.policy.model_buffers())
         self.clear()
 
     def clear(self) -> None:
@@ -85,7 +88,7 @@ class Store:
             side.clear()
         self.state: dict[str, Paged] = {}
         self.positions: Paged | None = None
-        self.seen = self.origin = 0
+        self.seen = self.next_position = 0
 
     @property
     def keys(self) -> Side:
@@ -96,8 +99,8 @@ class Store:
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Write rows [B, H, n, d] that stand at positions [B, n], or [B, H, n] where heads chose different rows."""
-        if not self.seen and positions.numel():
-            self.origin = int(positions.reshape(-1)[0])
+        if positions.numel():
+            self.next_position = int(positions[0, -1] if positions.dim() == 2 else positions.max()) + 1
         if self.method.k.before_rope:
             assert self.around.rotation is not None
             k = self.around.rotation.unrotate(k, positions)
@@ -121,27 +124,37 @@ class Store:
             side.settle()
 
     def take_prompt(self, prompt: Prompt, positions: Tensor) -> None:
-        """Take in the prompt: choose or merge rows, write and encode them, start the policy's state."""
-        k, v, total = prompt.keys, prompt.values, prompt.keys.shape[2]
-        kept, state = None, None
+        """Take in the prompt: let the policy choose or merge rows, then write and encode them."""
+        chosen: Tensor | Merged | None = None
         if self.policy is not None:
-            merged = self.policy.merge(prompt)
-            if merged is not None:
-                k, v, state = merged.keys, merged.values, merged.state
-                positions = positions[:, : k.shape[2]]
-            else:
-                kept = self.policy.select(prompt)
+            chosen = self.policy.merge(prompt)
+            chosen = self.policy.select(prompt) if chosen is None else chosen
+        self.take_rows(prompt, positions, chosen)
+
+    def take_rows(self, prompt: Prompt, positions: Tensor, chosen: Tensor | Merged | None) -> None:
+        """Write the prompt's chosen rows (all where None) or merged ones, encode them, start the policy's state."""
+        k, v, total = prompt.keys, prompt.values, prompt.keys.shape[2]
+        if isinstance(chosen, Merged):
+            k, v, positions = chosen.keys, chosen.values, positions[:, : chosen.keys.shape[2]]
+        elif chosen is not None:
+            k, v = (x.gather(2, chosen[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))
+            positions = positions[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen)
         elif self.geometry.window:
             first = max(0, total - self.geometry.window)
             k, v, positions = k[:, :, first:], v[:, :, first:], positions[:, first:]
-        if kept is not None:
-            k, v = (x.gather(2, kept[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))
-            positions = positions[:, None].expand(-1, kept.shape[1], -1).gather(2, kept)
         self.append(k, v, positions)
         self.settle()
-        if self.policy is not None:
-            self._set_state(self.policy.start(prompt, kept) if state is None else state)
+        if isinstance(chosen, Merged):
+            self._set_state(chosen.state)
+        elif self.policy is not None:
+            self._set_state(self.policy.start(prompt, chosen))
         self.seen = total
+
+    def live_rows(self) -> int:
+        """Rows that attention may see; rows that wait for their unit to leave do not count."""
+        ranges = self.live_ranges()
+        held = self.keys.rows
+        return held if ranges is None else min(held, sum(high - low for low, high in ranges))
 
     def _set_state(self, state: Tensors) -> None:
         bits = torch.finfo(self.around.dtype).bits
@@ -158,8 +171,16 @@ class Store:
         ranges = self.live_ranges()
         if self.policy is not None:
             step.tail = max((s.tail_rows for s in self.sides.values() if s.encoded_rows), default=0)
-            state, drop = self.policy.step({n: p.read() for n, p in self.state.items()}, step)
-            self._set_state(state)
+            state = {n: p.read() for n, p in self.state.items()}
+            folded = self.policy.fold(state, step) if self.method.tokens.merges else None
+            drop = None if folded is None else folded.drop
+            if folded is not None:
+                self._set_state(folded.state)
+                self.keys.rewrite(folded.at, folded.keys)
+                self.sides["v"].rewrite(folded.at, folded.values)
+            elif not self.method.tokens.merges:
+                state, drop = self.policy.step(state, step)
+                self._set_state(state)
             if ranges is None and drop is not None and drop.shape[-1]:
                 self._drop(drop)
         if ranges is not None:
@@ -201,8 +222,7 @@ class Store:
         """Positions of the `rows` rows that attention sees, [B or 1, H or 1, rows]."""
         if self.positions is not None:
             return self.positions.read()[..., 0].long()
-        last = self.origin + self.seen
-        return torch.arange(last - rows, last, device=self.around.device)[None, None]
+        return torch.arange(self.next_position - rows, self.next_position, device=self.around.device)[None, None]
 
     # -- sequences, crop, accounting -----------------------------------------------------------------------------
 
@@ -218,6 +238,7 @@ class Store:
             if paged is not None:
                 paged.truncate(paged.rows - tokens)
         self.seen -= tokens
+        self.next_position -= tokens
 
     def batch(self, index: Tensor) -> None:
         """Select sequences (beam search, repeat, keep some)."""
@@ -237,13 +258,16 @@ class Store:
         """(name, Paged or tensor, per model) of everything held, named as kvsim.layout names it."""
         for name, side in self.sides.items():
             yield from ((f"{name}.{inner}", what, model) for inner, what, model in side.held())
-        yield from ((name, paged, False) for name, paged in self.state.items())
+        yield from ((name, tensor, True) for name, tensor in self.policy_model.items())
+        yield from ((name, paged, False) for name, paged in self.state.items() if paged.rows)
         if self.positions is not None:
             yield "positions", self.positions, False
 
 
 def complement(drop: Tensor, rows: int) -> Tensor:
     """Rows not in drop [B, H, k], ascending [B, H, rows - k]."""
+    if bool((drop < 0).any()):
+        raise KvsimError("heads drop different numbers of rows: each needs a store of its own")
     batch, heads, k = drop.shape
     left = torch.ones((batch, heads, rows), dtype=torch.bool, device=drop.device)
     left.scatter_(2, drop, False)

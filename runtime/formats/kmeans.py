@@ -16,6 +16,8 @@ from runtime.scales import at_least, check_finite, check_held, finished, inverse
 
 SWEEPS = 100
 """Lloyd steps; in one dimension they settle long before."""
+SAMPLES = 2**17
+"""Samples of a codebook beyond which as many are drawn at random."""
 
 
 class KMeansTwin(FormatTwin):
@@ -49,6 +51,9 @@ class KMeansTwin(FormatTwin):
             wide = (wide - middle.float()) * inverse(half)
         samples = self._by_book(wide)
         count = self._by_book(weights.to(wide).expand_as(wide)) if weights is not None else torch.ones_like(samples)
+        if samples.shape[1] > SAMPLES:
+            drawn = torch.randint(samples.shape[1], (SAMPLES,), generator=self.setting.generator()).to(x.device)
+            samples, count = samples[:, drawn], count[:, drawn]
         book = kmeans_1d(samples, count, 2**self.part.bits).reshape(self._book.shape)
         held = book.to(torch.float16)
         check_held(self, wide, held)

@@ -1,0 +1,61 @@
+"""CP: alternating least squares over tokens, heads and channels, all sequences at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsim.bases.cp import Cp
+from runtime.latent import joined, least_squares, right_vectors, wide
+from runtime.parts import BasisTwin, Tensors
+
+
+class CpTwin(BasisTwin):
+    """K[t, h, d] = sum_r A[t, r] B[h, r] C[d, r]; columns of B and C have length 1, A carries the scale."""
+
+    part_name = "cp"
+    part: Cp
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """B [B, H, r] and C [B, d, r] to start from: leading singular vectors of their mode, drawn at random beyond."""
+        rank, generator = self.part.rank, self.setting.generator()
+        found = []
+        for unfolded in (x.flatten(2), x.permute(0, 3, 1, 2).flatten(2)):
+            size = min(rank, unfolded.shape[1], unfolded.shape[2])
+            more = torch.randn((1, unfolded.shape[1], rank - size), generator=generator).to(unfolded)
+            vectors = right_vectors(unfolded.mT, size)[0].mT
+            found.append(torch.cat([vectors, more.expand(len(x), -1, -1)], dim=2))
+        return found[0], found[1]
+
+    def fit(self, x: Tensor) -> Tensors:
+        """`iterations` sweeps over rows x [B, H, n, d], in float32 at least."""
+        rows = wide(x)
+        heads, channels = self.begin(rows)
+        tolerance = torch.finfo(rows.dtype).eps
+        flat = rows.transpose(1, 2)
+        for _ in range(self.part.iterations):
+            tokens = least_squares(flat.flatten(2), _khatri_rao(heads, channels), tolerance)
+            heads = _unit(least_squares(rows.flatten(2), _khatri_rao(tokens, channels), tolerance))
+            channels = _unit(least_squares(rows.permute(0, 3, 1, 2).flatten(2), _khatri_rao(heads, tokens), tolerance))
+        held = {"head_factor": heads, "channel_factor": channels}
+        return {name: factor[:, None].to(self.setting.dtype).contiguous() for name, factor in held.items()}
+
+    def project(self, x: Tensor, fixed: Tensors) -> Tensor:
+        """Rows of A by least squares on the Khatri-Rao product of B and C as they are held, [B, 1, n, r]."""
+        matrix = joined(self.maps({name: wide(factor) for name, factor in fixed.items()}))
+        tolerance = torch.finfo(self.setting.dtype).eps
+        return least_squares(wide(joined(x)), matrix, tolerance).to(self.setting.dtype)
+
+    def maps(self, fixed: Tensors) -> Tensor:
+        """diag(B[h]) C^T of each head."""
+        return fixed["head_factor"].transpose(1, 2).mT * fixed["channel_factor"].mT
+
+
+def _khatri_rao(a: Tensor, b: Tensor) -> Tensor:
+    """[B, m, r] and [B, n, r] -> [B, r, m * n], column r the outer product of theirs."""
+    return torch.einsum("bmr,bnr->brmn", a, b).flatten(2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Columns [B, m, r] of length 1; columns of zeros stay."""
+    return x / x.norm(dim=1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)

@@ -1,0 +1,103 @@
+"""Linear algebra that bases share: wide arithmetic, singular vectors, rows of several heads side by side, calibration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.errors import KvsimError
+from runtime.parts import BasisTwin, Tensors
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: half precision is for holding, not for decomposing."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def joined(x: Tensor) -> Tensor:
+    """[B, H, n, d] -> [B, 1, n, H*d]: the heads of a row side by side."""
+    batch, heads, rows, width = x.shape
+    return x.transpose(1, 2).reshape(batch, 1, rows, heads * width)
+
+
+def parted(basis: Tensor, heads: int) -> Tensor:
+    """[B, G, r, g*d] -> [B, G*g = heads, r, d]: each head's columns of a basis that groups of heads share."""
+    batch, groups, rank, width = basis.shape
+    together = heads // groups
+    return basis.reshape(batch, groups, rank, together, width // together).transpose(2, 3).reshape(batch, heads, rank, -1)
+
+
+def right_vectors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The first right singular vectors [..., r, d] and values [..., r] of rows x [..., n, d], n and d >= r.
+
+    Long matrices are reduced by a QR first, which keeps what a Gram matrix would square away.
+    """
+    if x.shape[-2] > x.shape[-1]:
+        x = torch.linalg.qr(x, mode="r").R
+    _, values, vectors = torch.linalg.svd(x, full_matrices=False)
+    return vectors[..., :rank, :], values[..., :rank]
+
+
+def least_squares(x: Tensor, matrix: Tensor, tolerance: float) -> Tensor:
+    """c [..., n, r] with c @ matrix nearest x [..., n, D]: normal equations of matrix [..., r, D], directions below
+    `tolerance` of the largest left out, since what they would carry cancels."""
+    normal = (matrix @ matrix.mT).double()
+    inverse = torch.linalg.pinv(normal, rtol=tolerance, hermitian=True)
+    return ((x @ matrix.mT).double() @ inverse).to(x.dtype)
+
+
+def rebuild(coefficients: Tensor, maps: Tensor, offset: Tensor | None = None) -> Tensor:
+    """Rows [B, H, n, d] of coefficients [B, Hl, n, r], in the dtype of the maps [B, H, r, d]; Hl divides H."""
+    heads, latent = maps.shape[1], coefficients.shape[1]
+    if 1 < latent < heads:
+        coefficients = coefficients.repeat_interleave(heads // latent, dim=1)
+    rows = coefficients.to(maps.dtype) @ maps
+    return rows if offset is None else rows + offset
+
+
+class ModelBasis(BasisTwin):
+    """A basis whose matrices stay with the model: made once, held once, replaced by `fixed` where it has their name."""
+
+    calibrated: ClassVar[tuple[str, ...]] = ()
+    _made: Tensors | None = None
+
+    def make(self) -> Tensors:
+        """The per-model buffers."""
+        raise NotImplementedError
+
+    def model_buffers(self) -> Tensors:
+        """The same tensors at every call."""
+        if self._made is None:
+            self._made = self.make()
+        return self._made
+
+    def held(self, name: str, fixed: Tensors) -> Tensor:
+        """One buffer, the shared one where the cache hands it over."""
+        return fixed[name] if name in fixed else self.model_buffers()[name]
+
+    def given(self, name: str, *shape: int) -> Tensor:
+        """A calibrated tensor cut to `shape` (rows of a basis come in order of what they carry), in this place's dtype.
+
+        Raises KvsimError, naming calibration=FILE, where there is none or it was made for other settings.
+        """
+        part, key = self.part, f"{self.frame}.{name}"
+        found = self.setting.calibration.get(key)
+        what = f"{part.name} at the {self.place.where}"
+        if found is None:
+            held = sorted(k for k in self.setting.calibration if k.startswith(f"{part.name}."))
+            why = f"the calibration holds {', '.join(held)} and not {key}" if held else "it runs only with calibrated matrices"
+            raise KvsimError(f"{what}: {why}; calibrate for this method and give the file: {part.name}(calibration=FILE)")
+        if found.dim() != len(shape) or any(h < w or (h > w and i != found.dim() - 2)
+                                            for i, (h, w) in enumerate(zip(found.shape, shape, strict=False))):
+            raise KvsimError(f"{what} needs {key} of shape {shape}, and calibration=FILE holds {tuple(found.shape)}; "
+                             f"calibrate for this method")
+        cut = found[tuple(slice(n) for n in shape)]
+        return cut.to(device=self.setting.device, dtype=self.setting.dtype, copy=True).contiguous()
+
+    @property
+    def frame(self) -> str:
+        """What calibrated tensors are filed under: the part, and the side of the rotation it was calibrated on."""
+        rope = getattr(self.part, "rope", "") if self.place.side == "k" else ""
+        return f"{self.part.name}.{rope}" if rope else self.part.name
