@@ -98,6 +98,7 @@ def deepseek_v2(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...]
 
 def deepseek_v1(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), extra: int = 0) -> ModelSpec:
     """DeepSeek-MoE and relatives without MLA: all the latent's sizes must be absent or zero."""
+    f.ignore("lm_head", "rm_head")
     for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
         value = f.get(name)
         if value is not None and f.checked(name, value, low=0) and name != "v_head_dim":
