@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsim.errors import KvsimError
@@ -110,6 +110,7 @@ def test_a_geometric_range_multiplies_and_ends_before_passing_its_last(first, la
     assert values[-1] <= last < values[-1] * factor
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**20), st.integers(0, 2**20), st.integers(1, 2**12))
 def test_a_linear_range_is_pythons_with_its_last_included(first, span, step):
     assert parse_counts(f"{first}:{first + span}:{step}") == tuple(range(first, first + span + 1, step))
