@@ -91,6 +91,8 @@ class Plan:
     considered: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     limits: Limits = field(default_factory=Limits)
+    ranked: tuple[Candidate, ...] = ()
+    """What may be chosen, best first."""
 
     @property
     def baseline(self) -> Candidate:
@@ -144,6 +146,7 @@ def fit(
     devices: int = 1,
     reserve_bytes: int | None = None,
     kernel: str | None = None,
+    engine: str = "",
 ) -> Plan:
     """Say which compression methods fit the device for this workload, and choose one.
 
@@ -152,6 +155,7 @@ def fit(
         objective: see OBJECTIVES. methods: consider only these (written form or Method), with no caution held against
             them; None: every preset and a grid of compositions.
         limits: what the answer must keep to. Others: as in Case.
+        engine: consider only what this server can run, and say with which flags; empty: any.
 
     Raises KvsimError where the question is wrong; a plan whose `chosen` is None says that nothing fits.
     """
@@ -161,16 +165,23 @@ def fit(
         )
     if workload.shape:
         raise KvsimError("fit takes one workload; for arrays of batches or prompts use sweep")
+    if engine:
+        from kvsim.engines import check_runs_methods
+
+        check_runs_methods(engine)
     base = Case(model, device, Method(), workload, weights, kv_dtype, devices, reserve_bytes, kernel)
-    found, rejected = _consider(base, methods)
+    found, rejected = _consider(base, methods, engine)
     kept, missed = _within(found, limits or Limits())
     allowed = [c for c in kept if not c.caution]
     rejected += missed + [Rejected(c.name, c.caution) for c in kept if c.caution]
-    chosen = max(allowed, key=lambda c: _merit(c, objective), default=None)
-    return Plan(base, objective, chosen, frontier(allowed), tuple(found), tuple(rejected), limits or Limits())
+    ranked = tuple(sorted(allowed, key=lambda c: _merit(c, objective), reverse=True))
+    chosen = ranked[0] if ranked else None
+    return Plan(base, objective, chosen, frontier(allowed), tuple(found), tuple(rejected), limits or Limits(), ranked)
 
 
-def _consider(base: Case, methods: Sequence[str | Method] | None) -> tuple[list[Candidate], list[Rejected]]:
+def _consider(
+    base: Case, methods: Sequence[str | Method] | None, engine: str
+) -> tuple[list[Candidate], list[Rejected]]:
     named: Iterable[tuple[str, Method | None, str]]
     if methods is None:
         dims = [layer.attention.k_dim for layer, _ in base.model.groups if layer.attention]
@@ -183,6 +194,10 @@ def _consider(base: Case, methods: Sequence[str | Method] | None) -> tuple[list[
         if method is None:
             rejected.append(Rejected(name, problem))
             continue
+        flags, refusal = _engine_flags(engine, method, base)
+        if refusal and not method.is_full:  # the baseline is compared with even where the engine cannot run it
+            rejected.append(Rejected(name, refusal))
+            continue
         try:
             record = predict(replace(base, method=method))
         except KvsimError as error:
@@ -190,25 +205,49 @@ def _consider(base: Case, methods: Sequence[str | Method] | None) -> tuple[list[
                 raise
             rejected.append(Rejected(name, str(error)))
             continue
-        found.append(Candidate(name, method, record, "" if methods is not None else caution(method)))
+        found.append(
+            Candidate(name, method, record, refusal or ("" if methods is not None else caution(method)), flags)
+        )
     return found, rejected
+
+
+def _engine_flags(engine: str, method: Method, base: Case) -> tuple[str | None, str]:
+    """(flags with which the engine runs the method for this workload, its reason where it cannot)."""
+    if not engine:
+        return None, ""
+    from kvsim.engines import flags
+
+    work = base.workload
+    sizes = {"max_model_len": int(work.tokens), "max_num_seqs": int(work.batch)}
+    try:
+        return flags(engine, method, **sizes, tensor_parallel_size=base.devices), ""
+    except KvsimError as reason:
+        return None, str(reason)
 
 
 def _within(found: list[Candidate], limits: Limits) -> tuple[list[Candidate], list[Rejected]]:
     kept, missed = [], []
     for c in found:
-        record, ttft, tpot = c.record, c.record.prefill.seconds * 1e3, c.record.decode.seconds * 1e3
-        if not record.fits:
-            missed.append(Rejected(c.name, "does not fit", int(record.short_by_bytes)))
-        elif limits.max_ttft_ms is not None and ttft > limits.max_ttft_ms:
-            missed.append(Rejected(c.name, f"first token after {ttft:.0f} ms, limit {limits.max_ttft_ms:g} ms"))
-        elif limits.max_tpot_ms is not None and tpot > limits.max_tpot_ms:
-            missed.append(Rejected(c.name, f"{tpot:.1f} ms a token, limit {limits.max_tpot_ms:g} ms"))
-        elif limits.min_context is not None and record.max_context < limits.min_context:
-            missed.append(Rejected(c.name, f"longest context {record.max_context}, asked {limits.min_context}"))
+        reason, short = shortfall(c.record, limits)
+        if reason:
+            missed.append(Rejected(c.name, reason, short))
         else:
             kept.append(c)
     return kept, missed
+
+
+def shortfall(record: Record, limits: Limits) -> tuple[str, int]:
+    """(why a record is no answer, bytes short where that is why); an empty reason: it fits and keeps to the limits."""
+    ttft, tpot = record.prefill.seconds * 1e3, record.decode.seconds * 1e3
+    if not record.fits:
+        return "does not fit", int(record.short_by_bytes)
+    if limits.max_ttft_ms is not None and ttft > limits.max_ttft_ms:
+        return f"first token after {ttft:.0f} ms, limit {limits.max_ttft_ms:g} ms", 0
+    if limits.max_tpot_ms is not None and tpot > limits.max_tpot_ms:
+        return f"{tpot:.1f} ms a token, limit {limits.max_tpot_ms:g} ms", 0
+    if limits.min_context is not None and record.max_context < limits.min_context:
+        return f"longest context {record.max_context}, asked {limits.min_context}", 0
+    return "", 0
 
 
 def _merit(c: Candidate, objective: Objective) -> tuple[float, float]:

@@ -80,6 +80,15 @@ def memory(engine: str, model: ModelSpec, **flags: Any) -> Memory:
     return result
 
 
+def check_runs_methods(engine: str) -> ModuleType:
+    """The engine's module where it can say how to run a method; KvsimError otherwise."""
+    module = engine_module(engine)
+    if not hasattr(module, "realise"):
+        able = sorted({m.NAMES[0] for m in engines().values() if hasattr(m, "realise")})
+        raise KvsimError(f"{engine} has no flags known here for running a method; these have: {', '.join(able)}")
+    return module
+
+
 def flags(
     engine: str,
     method: Method | str,
@@ -91,9 +100,7 @@ def flags(
     max_num_seqs: int | None = None,
 ) -> str:
     """The command-line flags with which `engine` runs a method; KvsimError with the reason where it cannot."""
-    module = engine_module(engine)
-    if not hasattr(module, "realise"):
-        raise KvsimError(f"{engine} has no flags known here for running a method")
+    module = check_runs_methods(engine)
     found: str = module.realise(
         parse_method(method), max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
         tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size,
