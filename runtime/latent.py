@@ -1,4 +1,4 @@
-"""Linear algebra that bases share: wide arithmetic, singular vectors, rows of several heads side by side, calibration."""
+"""What bases share: wide arithmetic, singular vectors, heads side by side, matrices that stay with the model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy to be held: in a storage of its own, so that nothing else stays alive behind a slice."""
+    return x.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def joined(x: Tensor) -> Tensor:
     """[B, H, n, d] -> [B, 1, n, H*d]: the heads of a row side by side."""
     batch, heads, rows, width = x.shape
@@ -24,9 +29,8 @@ def joined(x: Tensor) -> Tensor:
 
 def parted(basis: Tensor, heads: int) -> Tensor:
     """[B, G, r, g*d] -> [B, G*g = heads, r, d]: each head's columns of a basis that groups of heads share."""
-    batch, groups, rank, width = basis.shape
-    together = heads // groups
-    return basis.reshape(batch, groups, rank, together, width // together).transpose(2, 3).reshape(batch, heads, rank, -1)
+    batch, groups, rank, _ = basis.shape
+    return basis.unflatten(3, (heads // groups, -1)).transpose(2, 3).reshape(batch, heads, rank, -1)
 
 
 def right_vectors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -40,12 +44,13 @@ def right_vectors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return vectors[..., :rank, :], values[..., :rank]
 
 
-def least_squares(x: Tensor, matrix: Tensor, tolerance: float) -> Tensor:
-    """c [..., n, r] with c @ matrix nearest x [..., n, D]: normal equations of matrix [..., r, D], directions below
-    `tolerance` of the largest left out, since what they would carry cancels."""
-    normal = (matrix @ matrix.mT).double()
-    inverse = torch.linalg.pinv(normal, rtol=tolerance, hermitian=True)
-    return ((x @ matrix.mT).double() @ inverse).to(x.dtype)
+def solve_normal(products: Tensor, normal: Tensor, tolerance: float) -> Tensor:
+    """Least squares c [..., n, r] from products x M^T [..., n, r] and the normal matrix M M^T [..., r, r].
+
+    Directions below `tolerance` of the largest are left out: what they would carry cancels, and rounding does not.
+    """
+    inverse = torch.linalg.pinv(normal.double(), rtol=tolerance, hermitian=True)
+    return (products.double() @ inverse).to(products.dtype)
 
 
 def rebuild(coefficients: Tensor, maps: Tensor, offset: Tensor | None = None) -> Tensor:
@@ -87,14 +92,14 @@ class ModelBasis(BasisTwin):
         what = f"{part.name} at the {self.place.where}"
         if found is None:
             held = sorted(k for k in self.setting.calibration if k.startswith(f"{part.name}."))
-            why = f"the calibration holds {', '.join(held)} and not {key}" if held else "it runs only with calibrated matrices"
-            raise KvsimError(f"{what}: {why}; calibrate for this method and give the file: {part.name}(calibration=FILE)")
-        if found.dim() != len(shape) or any(h < w or (h > w and i != found.dim() - 2)
-                                            for i, (h, w) in enumerate(zip(found.shape, shape, strict=False))):
+            why = "runs only with calibrated matrices" if not held else f"calibrated are {', '.join(held)}, not {key}"
+            raise KvsimError(f"{what}: {why}; calibrate for this method and give the file, calibration=FILE")
+        same = (*found.shape[:-2], found.shape[-1]) == (*shape[:-2], shape[-1])
+        if not same or found.shape[-2] < shape[-2]:
             raise KvsimError(f"{what} needs {key} of shape {shape}, and calibration=FILE holds {tuple(found.shape)}; "
                              f"calibrate for this method")
-        cut = found[tuple(slice(n) for n in shape)]
-        return cut.to(device=self.setting.device, dtype=self.setting.dtype, copy=True).contiguous()
+        cut = found[..., : shape[-2], :]
+        return stored(cut.to(self.setting.device), self.setting.dtype)
 
     @property
     def frame(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsim.bases.cp import Cp
-from runtime.latent import joined, least_squares, right_vectors, wide
+from runtime.latent import joined, right_vectors, solve_normal, stored, wide
 from runtime.parts import BasisTwin, Tensors
 
 
@@ -31,29 +31,30 @@ class CpTwin(BasisTwin):
         """`iterations` sweeps over rows x [B, H, n, d], in float32 at least."""
         rows = wide(x)
         heads, channels = self.begin(rows)
-        tolerance = torch.finfo(rows.dtype).eps
-        flat = rows.transpose(1, 2)
         for _ in range(self.part.iterations):
-            tokens = least_squares(flat.flatten(2), _khatri_rao(heads, channels), tolerance)
-            heads = _unit(least_squares(rows.flatten(2), _khatri_rao(tokens, channels), tolerance))
-            channels = _unit(least_squares(rows.permute(0, 3, 1, 2).flatten(2), _khatri_rao(heads, tokens), tolerance))
+            inner = rows @ channels[:, None]
+            tokens = _solved((inner * heads[:, :, None]).sum(1), heads, channels)
+            heads = _unit(_solved((inner * tokens[:, None]).sum(2), tokens, channels))
+            outer = tokens[:, None] * heads[:, :, None]
+            channels = _unit(_solved((rows.mT @ outer).sum(1), tokens, heads))
         held = {"head_factor": heads, "channel_factor": channels}
-        return {name: factor[:, None].to(self.setting.dtype).contiguous() for name, factor in held.items()}
+        return {name: stored(factor[:, None], self.setting.dtype) for name, factor in held.items()}
 
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
         """Rows of A by least squares on the Khatri-Rao product of B and C as they are held, [B, 1, n, r]."""
         matrix = joined(self.maps({name: wide(factor) for name, factor in fixed.items()}))
-        tolerance = torch.finfo(self.setting.dtype).eps
-        return least_squares(wide(joined(x)), matrix, tolerance).to(self.setting.dtype)
+        products, normal = wide(joined(x)) @ matrix.mT, matrix @ matrix.mT
+        return solve_normal(products, normal, torch.finfo(self.setting.dtype).eps).to(self.setting.dtype)
 
     def maps(self, fixed: Tensors) -> Tensor:
         """diag(B[h]) C^T of each head."""
         return fixed["head_factor"].transpose(1, 2).mT * fixed["channel_factor"].mT
 
 
-def _khatri_rao(a: Tensor, b: Tensor) -> Tensor:
-    """[B, m, r] and [B, n, r] -> [B, r, m * n], column r the outer product of theirs."""
-    return torch.einsum("bmr,bnr->brmn", a, b).flatten(2)
+def _solved(products: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The third factor [B, m, r] from the rows' products with the Khatri-Rao product of a [B, n, r] and b [B, k, r]."""
+    normal = (a.mT @ a) * (b.mT @ b)
+    return solve_normal(products, normal, torch.finfo(a.dtype).eps)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from runtime.parts import Tensors
 class EliteKvTwin(ModelBasis):
     """One twin a side. A row's coefficients are the sum of what both sides project, and both sides' maps read them.
 
-    The first 2 * frequencies * H coefficients are the elite values of keys, rotated; the last `rank` are joint. Keys and
-    queries come mixed (`mix`): elite frequencies rotated, all others not, as the method leaves the model.
+    The first 2 * frequencies * H coefficients are the elite values of keys, rotated; the last `rank` are joint. Keys
+    and queries come mixed (`mix`): elite frequencies rotated, all others not, as the method leaves the model.
     """
 
     part_name = "elitekv"
@@ -31,7 +31,7 @@ class EliteKvTwin(ModelBasis):
         return 2 * self.part.frequencies * self.place.heads
 
     def make(self) -> Tensors:
-        """This side's part of the joint basis [1, 1, rank, H * plain], and for keys the frequencies kept [1, H, 1, f]."""
+        """This side's part of the joint basis [1, 1, rank, H * plain]; for keys the frequencies kept [1, H, 1, f]."""
         basis = self.given("basis", self.part.rank, self.place.heads * self.part.plain(self.place))
         found = {"basis": basis[None, None]}
         if self.place.side == "k":
@@ -57,7 +57,7 @@ class EliteKvTwin(ModelBasis):
 
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
         """This side's share of the coefficients [B, 1, n, elite + rank], of mixed keys or of values [B, H, n, d]."""
-        batch, heads, rows, _ = x.shape
+        batch, _, rows, _ = x.shape
         elite = x.new_zeros((batch, 1, rows, self.elite_width), dtype=wide(x).dtype)
         if self.place.side == "k":
             pairs, plain = (c[None, :, None].expand(batch, -1, rows, -1) for c in self.channels(fixed))
@@ -67,7 +67,7 @@ class EliteKvTwin(ModelBasis):
         return torch.cat([elite, joint], dim=3).to(self.setting.dtype)
 
     def maps(self, fixed: Tensors) -> Tensor:
-        """[1, H, elite + rank, d]: for keys in mixed coordinates (queries must be mixed too), for values nothing elite."""
+        """[1, H, elite + rank, d]: keys in mixed coordinates (queries must be mixed too); values take nothing elite."""
         basis = self.held("basis", fixed)
         own = parted(basis, self.place.heads)[0]
         found = own.new_zeros((self.place.heads, self.elite_width + self.part.rank, self.place.width))

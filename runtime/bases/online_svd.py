@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from kvsim.bases.online_svd import OnlineSvd
-from runtime.latent import right_vectors, wide
+from runtime.latent import right_vectors, stored, wide
 from runtime.parts import BasisTwin, Tensors
 
 
 class OnlineSvdTwin(BasisTwin):
-    """Rows so far are C V with C^T C = S^2. New rows x join as [S; 0] and [x V^T; residual's R] in the basis [V; residual's Q].
+    """Rows so far are C V with C^T C = S^2.
 
+    In the basis [V; residual's Q] they stand as [S, 0] and new rows as [x V^T, residual's R]; the SVD of that turns V.
     Brand, Fast low-rank modifications of the thin singular value decomposition, 2006. One QR of [V; x] gives both the
     residual's directions and V made orthonormal again after its rounding to half precision.
     """
@@ -25,8 +26,8 @@ class OnlineSvdTwin(BasisTwin):
         """The first rows in one batch."""
         vectors, values = right_vectors(wide(x), self.part.rank)
         return {
-            "basis": vectors.to(self.setting.dtype).contiguous(),
-            "spectrum": values[:, :, None].to(torch.float32).contiguous(),
+            "basis": stored(vectors, self.setting.dtype),
+            "spectrum": stored(values[:, :, None], torch.float32),
         }
 
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
@@ -56,8 +57,8 @@ class OnlineSvdTwin(BasisTwin):
         dtype = self.setting.dtype
         moved = torch.cat([wide(coefficients).to(rows) @ turn, new @ chosen], dim=2).to(dtype)
         found = {
-            "basis": (chosen.mT @ directions.mT).to(dtype).contiguous(),
-            "spectrum": values[:, :, None, :rank].to(torch.float32).contiguous(),
+            "basis": stored(chosen.mT @ directions.mT, dtype),
+            "spectrum": stored(values[:, :, None, :rank], torch.float32),
         }
         if "maps" in fixed:
             found["maps"] = (wide(fixed["maps"]).to(rows) @ turn).to(dtype)
@@ -72,7 +73,8 @@ class OnlineSvdTwin(BasisTwin):
     def turned(self, coefficients: Tensor, maps: Tensor, blocks: Tensor) -> Tensor:
         """Coefficients [B, H, n, r] of flushed rows in the present basis; blocks: [n], each row's block, rising."""
         pieces, start = [], 0
-        for block, count in zip(*(t.tolist() for t in torch.unique_consecutive(blocks, return_counts=True)), strict=True):
+        which, counts = torch.unique_consecutive(blocks, return_counts=True)
+        for block, count in zip(which.tolist(), counts.tolist(), strict=True):
             here = maps[:, :, block * self.part.rank : (block + 1) * self.part.rank]
             pieces.append(coefficients[:, :, start : start + count].to(here.dtype) @ here)
             start += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvsim.bases.svd import Svd
-from runtime.latent import joined, parted, right_vectors, wide
+from runtime.latent import joined, parted, right_vectors, stored, wide
 from runtime.parts import BasisTwin, Tensors
 
 
@@ -21,7 +21,7 @@ class SvdTwin(BasisTwin):
     def fit(self, x: Tensor) -> Tensors:
         """The first `rank` right singular vectors of rows x [B, H, n, d]."""
         vectors, _ = right_vectors(self._rows(x), self.part.rank)
-        return {"basis": vectors.to(self.setting.dtype).contiguous()}
+        return {"basis": stored(vectors, self.setting.dtype)}
 
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
         """x V^T."""

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from kvsim.bases.tucker import Tucker
-from runtime.latent import joined, right_vectors, wide
+from runtime.latent import joined, right_vectors, stored, wide
 from runtime.parts import BasisTwin, Tensors
 
 
 class TuckerTwin(BasisTwin):
     """K[t, h, d] = sum c[t, i] G[i, a, b] U2[h, a] U3[d, b].
 
-    The core is held with orthonormal rows and the tokens' coefficients carry its scale (U1 times the singular values):
-    the same tensor, least squares on the core unfolding is then a projection, and a quantizer errs alike in all of them.
+    The core is held with orthonormal rows and the tokens' coefficients carry its scale (U1 times singular values): the
+    same tensor, but least squares on the core unfolding is a projection, and a quantizer errs alike in every column.
     """
 
     part_name = "tucker"
@@ -33,7 +33,7 @@ class TuckerTwin(BasisTwin):
             channels = _leading(torch.einsum("bhtd,bha->bdat", small, heads).flatten(2), rd)
         core, _ = right_vectors(_inner(rows, heads, channels), rt)
         held = {"core": core, "head_factor": heads, "channel_factor": channels}
-        return {name: factor[:, None].to(self.setting.dtype).contiguous() for name, factor in held.items()}
+        return {name: stored(factor[:, None], self.setting.dtype) for name, factor in held.items()}
 
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
         """Rows x [B, H, n, d] on the core's rows as U2 and U3 spread them, [B, 1, n, rt]."""
