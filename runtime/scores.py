@@ -42,7 +42,7 @@ def prompt_scores(score: Score, prompt: Prompt, window: int, setting: Setting) -
 
 def over_group(x: Tensor, heads: int) -> Tensor:
     """Means over the query heads of each KV head: [B, Hq, ...] -> [B, heads, ...]."""
-    return x.reshape(x.shape[0], heads, -1, *x.shape[2:]).mean(2)
+    return x.unflatten(1, (heads, x.shape[1] // heads)).mean(2)
 
 
 def to_query_heads(x: Tensor, query_heads: int) -> Tensor:
@@ -181,6 +181,9 @@ def from_gradients(prompt: Prompt, window: int, setting: Setting) -> Tensor:
     """What runtime.gradients computed."""
     if prompt.scores is None:
         raise KvsimError("scores from gradients need a backward pass: runtime.gradients.gradient_scores before the run")
+    if prompt.scores.shape != prompt.keys.shape[:3]:
+        shapes = f"{tuple(prompt.scores.shape)}, the prompt's rows are {tuple(prompt.keys.shape[:3])}"
+        raise KvsimError(f"scores from gradients are {shapes}: compute them on this prompt")
     return prompt.scores
 
 
