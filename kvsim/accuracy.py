@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.coefficients import Coefficient
-from kvsim.cost import Seconds, attention_seconds, matmul_seconds
+from kvsim.cost import attention_seconds, matmul_seconds
 from kvsim.measured import Table, device_of, read_table
+from kvsim.seconds import Seconds
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,11 @@ def predicted(table: Table, gpu: str, kernel: str, format: str, own: tuple[Coeff
     return attention_seconds(device, phase=table.op, format=format, kernel=kernel, **sizes)
 
 
-def log_errors(table: Table, own: tuple[Coefficient, ...] = ()) -> NDArray[np.float64]:
-    """ln(measured / predicted) of every row, group by group."""
-    return np.concatenate([np.log(rows.seconds / predicted(rows, *key, own=own).seconds)
-                           for key, rows in table.groups()])
+def log_errors(table: Table, own: tuple[Coefficient, ...] = ()) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """ln(measured / predicted), group by group, and where memory bounds the prediction."""
+    answers = [(rows, predicted(rows, *key, own=own)) for key, rows in table.groups()]
+    return (np.concatenate([np.log(rows.seconds / answer.seconds) for rows, answer in answers]),
+            np.concatenate([answer.memory_bound for _, answer in answers]))
 
 
 def like_llm(table: Table) -> NDArray[np.bool_]:

@@ -46,7 +46,8 @@ class Coefficient:
     sequence may be split when blocks are few; split_s: what recombining long ones costs. window_s: extra of a sliding
     window. step_s: seconds for each 1,024 of a matrix product's k, walked one after another.
     group_limit: query heads per KV head beyond which each query head reads alone.
-    log_error: 5%, 50% and 95% quantiles of ln(measured / predicted). rows: measurements behind it, devices: on what.
+    log_error: 5%, 50% and 95% quantiles of ln(measured / predicted); memory_log_error: the same where moving bytes
+    takes at least half of the time (None: no difference). rows: measurements behind it, devices: on what.
     borrowed: family it was taken from, "" where measured on this one. source, date: where the rows came from.
     """
 
@@ -68,6 +69,7 @@ class Coefficient:
     step_s: float = 0.0
     group_limit: float = 1e9
     log_error: tuple[float, float, float] = (-0.7, 0.0, 0.7)
+    memory_log_error: tuple[float, float, float] | None = None
     rows: int = 0
     devices: tuple[str, ...] = ()
     borrowed: str = ""
@@ -81,7 +83,6 @@ class Coefficient:
 
 
 _NAMES = tuple(f.name for f in fields(Coefficient))
-_TEXTS = ("kernel", "format", "borrowed", "source", "date")
 _NEEDED = ("op", "kernel", "format", "t0_s", "bandwidth_share", "flops_share", "log_error", "source", "date")
 
 
@@ -114,37 +115,43 @@ def _error_quantiles(value: Any, where: str) -> tuple[float, float, float]:
 
 
 def _parse_one(row: Any, where: str) -> Coefficient:
+    """One table; KvsimError with every mistake of it."""
     if not isinstance(row, Mapping):
         raise KvsimError(f"{where} must be a table, got {shown(row)}")
-    for name in row:
-        if name not in _NAMES:
-            raise KvsimError(f"{where} has an unknown field {shown(name)}{did_you_mean(name, _NAMES)}")
-    for name in _NEEDED:
-        if name not in row:
-            raise KvsimError(f"{where} lacks {name}")
-    if row["op"] not in OPS:
-        raise KvsimError(f"{where}.op must be one of {', '.join(OPS)}, got {shown(row['op'])}")
-    values: dict[str, Any] = {"op": row["op"]}
-    for name in _TEXTS:
-        text = row.get(name, "")
-        if not isinstance(text, str) or (name in ("kernel", "format", "source") and not text):
-            raise KvsimError(f"{where}.{name} must be a text, got {shown(text)}")
-        values[name] = text
-    if values["borrowed"] and values["borrowed"] not in FAMILIES:
-        raise KvsimError(f"{where}.borrowed is not a family: {shown(values['borrowed'])}"
-                         + did_you_mean(values["borrowed"], FAMILIES))
-    for name, (low, high) in BOUNDS.items():
+    mistakes = [f"{where} has an unknown field {shown(n)}{did_you_mean(n, _NAMES)}" for n in row if n not in _NAMES]
+    mistakes += [f"{where} lacks {name}" for name in _NEEDED if name not in row]
+    values: dict[str, Any] = {}
+    for name in _NAMES:
         if name in row:
-            values[name] = _number(row[name], low, high, f"{where}.{name}")
-    values["element_rates"] = _rates(row.get("element_rates", {}), f"{where}.element_rates", 1e6)
-    values["flops_shares"] = _rates(row.get("flops_shares", {}), f"{where}.flops_shares", 1.3)
-    devices = row.get("devices", [])
-    if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices):
-        raise KvsimError(f"{where}.devices must be a list of names, got {shown(devices)}")
-    values["devices"] = tuple(devices)
-    values["log_error"] = _error_quantiles(row["log_error"], f"{where}.log_error")
-    values["rows"] = int(_number(row.get("rows", 0), 0, 1e9, f"{where}.rows"))
+            try:
+                values[name] = _value(name, row[name], f"{where}.{name}")
+            except KvsimError as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise KvsimError("; ".join(mistakes))
     return Coefficient(**values)
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    """A field's value, checked; KvsimError otherwise."""
+    if name in BOUNDS or name == "rows":
+        found = _number(value, *BOUNDS.get(name, (0, 1e9)), where)
+        return int(found) if name == "rows" else found
+    if name in ("element_rates", "flops_shares"):
+        return _rates(value, where, 1e6 if name == "element_rates" else 1.3)
+    if name in ("log_error", "memory_log_error"):
+        return _error_quantiles(value, where)
+    if name == "devices":
+        if not isinstance(value, list) or not all(isinstance(d, str) for d in value):
+            raise KvsimError(f"{where} must be a list of names, got {shown(value)}")
+        return tuple(value)
+    if not isinstance(value, str) or (name in ("kernel", "format", "source") and not value):
+        raise KvsimError(f"{where} must be a text, got {shown(value)}")
+    if name == "op" and value not in OPS:
+        raise KvsimError(f"{where} must be one of {', '.join(OPS)}, got {shown(value)}")
+    if name == "borrowed" and value and value not in FAMILIES:
+        raise KvsimError(f"{where} is not a family: {shown(value)}{did_you_mean(value, FAMILIES)}")
+    return value
 
 
 def parse_coefficients(table: Any, where: str) -> tuple[Coefficient, ...]:
@@ -161,11 +168,19 @@ def parse_coefficients(table: Any, where: str) -> tuple[Coefficient, ...]:
     if not isinstance(entries, list):
         raise KvsimError(f"{where}: coefficients must be an array of tables [[coefficients]], got {shown(entries)}")
     found: dict[tuple[str, str, str], Coefficient] = {}
+    mistakes: list[str] = []
     for index, row in enumerate(entries):
-        one = _parse_one(row, f"{where}: coefficients[{index}]")
+        here = f"{where}: coefficients[{index}]"
+        try:
+            one = _parse_one(row, here)
+        except KvsimError as error:
+            mistakes.append(str(error))
+            continue
         if one.key in found:
-            raise KvsimError(f"{where}: coefficients[{index}] repeats {' / '.join(one.key)}")
+            mistakes.append(f"{here} repeats {' / '.join(one.key)}")
         found[one.key] = one
+    if mistakes:
+        raise KvsimError("; ".join(mistakes))
     return tuple(found.values())
 
 

@@ -2,64 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import exp, prod, sqrt
+from math import exp, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvsim.errors import KvsimError, shown
-from kvsim.kernels import Choice, chosen, known_dtype, known_format, unit_of
+from kvsim.kernels import chosen, known_dtype, known_format, unit_of
+from kvsim.seconds import Parts, Real, Seconds, answer, common_shape
 from kvsim.workload import Count, whole
 
 if TYPE_CHECKING:
     from kvsim.coefficients import Coefficient
     from kvsim.hardware import HardwareProfile
 
-Real = Any
-"""A float, or an array of float64 of the question's broadcast shape."""
-Parts = tuple[tuple[str, Real], ...]
+__all__ = ["KernelWork", "Seconds", "allreduce_seconds", "attention_seconds", "attention_work", "kernel_seconds",
+           "kernel_time", "matmul_seconds", "product_time"]
 TILE = 128
 """Query rows of one thread block in prefill."""
 SPLIT_ROWS = 64
 """Fewest rows that a kernel gives to one part of a split sequence."""
-PIECE = 16_384
-"""Points computed at once: their temporaries stay in a core's cache."""
 COMBINED_ROWS = 256.0
 """Rows beyond which the parts of a sequence have to be put together again."""
-
-
-@dataclass(frozen=True, eq=False)
-class Seconds:
-    """A predicted time: `seconds`, the factors to the ends of its 90% interval, and whose coefficients it used.
-
-    Arrays have the broadcast shape of the question. `parts` gives the named terms from which `term` is chosen.
-    """
-
-    seconds: Real
-    spread: tuple[float, float]
-    coefficients: str
-    parts: Callable[[], Parts]
-
-    @property
-    def low(self) -> Real:
-        """Lower end: one time in twenty is measured below it."""
-        return self.seconds * self.spread[0]
-
-    @property
-    def high(self) -> Real:
-        """Upper end: one time in twenty is measured above it."""
-        return self.seconds * self.spread[1]
-
-    @property
-    def term(self) -> Any:
-        """The largest term: `memory`, `conversion`, `compute`, `launch`, `waves` ...; a str, or an array of them."""
-        parts = self.parts()
-        names = np.array([name for name, _ in parts])
-        values = np.broadcast_arrays(*(value for _, value in parts), self.seconds)[:-1]
-        found = names[np.argmax(np.stack(values), axis=0)]
-        return str(found) if found.ndim == 0 else found
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,40 +135,6 @@ def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k
     return seconds, (("launch", c.t0_s), ("memory", memory), ("compute", compute), ("walk", walk))
 
 
-def _answer(timed: Callable[..., tuple[Real, Parts]], sizes: dict[str, Any], choice: Choice) -> Seconds:
-    """Seconds of `timed(**sizes)` with the interval of the chosen coefficients."""
-    low, _, high = choice.coefficient.log_error
-    widen = choice.widen
-    spread = (exp(-((low * low + widen * widen) ** 0.5)), exp((high * high + widen * widen) ** 0.5))
-    return Seconds(_in_pieces(timed, sizes), spread, choice.said, lambda: timed(**sizes)[1])
-
-
-def _shape(sizes: dict[str, Any]) -> tuple[int, ...]:
-    """The broadcast shape of the sizes; KvsimError naming those that are arrays where there is none."""
-    try:
-        return np.broadcast_shapes(*(np.shape(size) for size in sizes.values()))
-    except ValueError:
-        shapes = ", ".join(f"{name} {np.shape(size)}" for name, size in sizes.items() if np.ndim(size))
-        raise KvsimError(f"shapes do not broadcast: {shapes}") from None
-
-
-def _in_pieces(timed: Callable[..., tuple[Real, Parts]], sizes: dict[str, Any]) -> Real:
-    """Seconds of `timed(**sizes)`, computed over pieces of the first axis that stay in the CPU's cache."""
-    shape = _shape(sizes)
-    total = prod(shape)
-    if total <= 2 * PIECE:
-        seconds = timed(**sizes)[0]
-        return np.broadcast_to(seconds, shape).copy() if shape else float(seconds)
-    aligned = {k: np.reshape(v, (1,) * (len(shape) - np.ndim(v)) + np.shape(v)) if np.ndim(v) else v
-               for k, v in sizes.items()}
-    out = np.empty(shape)
-    step = max(1, PIECE * shape[0] // total)
-    for at in range(0, shape[0], step):
-        piece = {k: v[at:at + step] if np.ndim(v) and v.shape[0] > 1 else v for k, v in aligned.items()}
-        out[at:at + step] = timed(**piece)[0]
-    return out
-
-
 def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format: str = "bf16",
                    conversion: str | None = None, kernel: str | None = None) -> Seconds:
     """Time one kernel that streams data: attention of any method, or elementwise work; arrays broadcast.
@@ -224,7 +156,7 @@ def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format
     def timed(**piece: Any) -> tuple[Real, Parts]:
         return kernel_time(device, choice.coefficient, KernelWork(**piece), choice.rate_factor)
 
-    return _answer(timed, sizes, choice)
+    return answer(timed, sizes, choice)
 
 
 def _quantity(value: Any, what: str) -> Real:
@@ -276,7 +208,7 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
     named = {"batch": batch, "tokens": tokens, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
     sizes = {name: whole(value, name, low=1) for name, value in named.items()}
     sizes["window"] = whole(window, "window")
-    _shape(sizes)
+    common_shape(sizes)
     if np.any(np.less(sizes["n_heads"], sizes["n_kv_heads"])):
         raise KvsimError(f"n_heads must be n_kv_heads or more, got {shown(n_heads)} and {shown(n_kv_heads)}")
     bits = known_format(format).bits
@@ -285,7 +217,7 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
     def timed(**piece: Any) -> tuple[Real, Parts]:
         return kernel_time(device, choice.coefficient, attention_work(phase, bits=bits, **piece), choice.rate_factor)
 
-    return _answer(timed, sizes, choice)
+    return answer(timed, sizes, choice)
 
 
 def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dtype: str = "bf16",
@@ -306,7 +238,7 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
     def timed(**piece: Any) -> tuple[Real, Parts]:
         return product_time(device, choice.coefficient, dtype=dtype, **piece)
 
-    return _answer(timed, sizes, choice)
+    return answer(timed, sizes, choice)
 
 
 LINK_SHARE = {"switch": 0.83, "mesh": 0.75, "pcie": 0.45}

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from kvsim.accuracy import log_errors
 from kvsim.coefficients import BOUNDS, FAMILIES, Coefficient
 from kvsim.errors import KvsimError
-from kvsim.fitting import DATE, fit, predictor, trusted
+from kvsim.fitting import DATE, fit, predictor, quantiles, trusted
 from kvsim.kernels import kernel_family
-from kvsim.lending import CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES
+from kvsim.lending import CACHE_GAIN, CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES, OTHER_UNITS
 from kvsim.measured import Table, device_of, read_table
 
+Spreads = tuple[tuple[float, float, float], tuple[float, float, float] | None]
 ENGINE_ORDER = ("vllm", "sglang", "trtllm", "*", "")
 REALLY_DIFFERENT = 1.1
 """Engine versions part where their common fit's mean error is this many times that of separate fits."""
@@ -31,7 +32,7 @@ def _kernel_name(kernel: str, op: str) -> str:
 
 
 def _mean_error(table: Table, c: Coefficient) -> float:
-    return float(np.mean(np.abs(np.log(predictor(table)(c) / table.seconds))))
+    return float(np.mean(np.abs(np.log(predictor(table)(c)[0] / table.seconds))))
 
 
 def _fit_versions(table: Table, kernel: str, format: str, known: dict[str, float]) -> list[Coefficient]:
@@ -91,8 +92,7 @@ def _elementwise(rows: list[Coefficient]) -> Coefficient:
                        source=f"launch of a product, bandwidth of {decode.kernel}; no rows of its own")
 
 
-def lent(rows: list[Coefficient], lender: str, family: str,
-         spreads: dict[str, tuple[float, float]]) -> list[Coefficient]:
+def lent(rows: list[Coefficient], lender: str, family: str, spreads: dict[str, Spreads]) -> list[Coefficient]:
     """The lender's coefficients for a family without measurements: published shares, wider intervals."""
     best = max(c.bandwidth_share for c in rows if c.op == "decode")
     found = []
@@ -100,15 +100,18 @@ def lent(rows: list[Coefficient], lender: str, family: str,
     for c in rows:
         memory = min(1.0, c.bandwidth_share * MEMORY_SHARES[family] / best)
         product = GEMM_SHARES[family] / usual if c.op == "matmul" and family in GEMM_SHARES else 1.0
-        low, high = spreads.get(c.op, (-0.7, 0.7))
-        found.append(replace(c, bandwidth_share=memory, flops_share=min(1.2, c.flops_share * product), rows=0,
-                             devices=(), borrowed=lender, log_error=(low, 0.0, high)))
+        other, bound = spreads.get(c.op, ((-0.7, 0.0, 0.7), None))
+        one = replace(c, bandwidth_share=memory, flops_share=min(1.2, c.flops_share * product), rows=0, devices=(),
+                      cache_multiple=c.cache_multiple * CACHE_GAIN.get(family, 1.0), borrowed=lender,
+                      log_error=other, memory_log_error=bound)
+        # Elsewhere a "unit" is no streaming multiprocessor: rates and waves per unit would mean nothing.
+        found.append(replace(one, element_rates=(), wave_s=0.0, slots=1.0) if family in OTHER_UNITS else one)
     return found
 
 
-def carried_spreads(tables: Iterable[Table], measured: dict[str, list[Coefficient]]) -> dict[str, tuple[float, float]]:
-    """5 and 95% quantiles of ln(measured / predicted) of each family under each other one's coefficients."""
-    found = {}
+def carried_spreads(tables: Iterable[Table], measured: dict[str, list[Coefficient]]) -> dict[str, Spreads]:
+    """Quantiles of ln(measured / predicted) of each GPU family under each other one's coefficients, by op."""
+    found: dict[str, Spreads] = {}
     for table in tables:
         errors = []
         for family, rows in measured.items():
@@ -116,17 +119,22 @@ def carried_spreads(tables: Iterable[Table], measured: dict[str, list[Coefficien
                 if other == family or "xe" in (family, other):
                     continue
                 theirs = table.where(np.array([device_of(str(g)).family == other for g in table.gpu]))
-                if len(theirs) and any(c.op == table.op for c in rows):
+                if len(theirs):
                     errors.append(log_errors(theirs.where(trusted(theirs)), tuple(rows)))
-        low, high = np.quantile(np.concatenate(errors), (0.05, 0.95))
-        found[table.op] = (min(-0.1, float(low)), max(0.1, float(high)))
+        error, bound = (np.concatenate(column) for column in zip(*errors, strict=True))
+        found[table.op] = _no_bias(quantiles(error[~bound])), _no_bias(quantiles(error[bound]))
     return found
+
+
+def _no_bias(log_error: tuple[float, float, float]) -> tuple[float, float, float]:
+    low, _, high = log_error
+    return min(low, -0.1), 0.0, max(high, 0.1)
 
 
 def _line(name: str, value: Any) -> str:
     if isinstance(value, str):
         return f'{name} = "{value}"'
-    if name == "log_error":
+    if name in ("log_error", "memory_log_error"):
         return f"{name} = [{', '.join(f'{v:.3f}' for v in value)}]"
     if name == "devices":
         quoted = ", ".join('"' + v + '"' for v in value)

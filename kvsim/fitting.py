@@ -13,6 +13,7 @@ from kvsim.coefficients import Coefficient
 from kvsim.cost import attention_work, kernel_time, product_time
 from kvsim.kernels import kernel_family, known_format
 from kvsim.measured import Table, device_of
+from kvsim.seconds import Parts, memory_bound
 
 if TYPE_CHECKING:
     from kvsim.hardware import HardwareProfile
@@ -79,8 +80,8 @@ def _coefficient(base: Coefficient, knobs: Sequence[Knob], values: Floats) -> Co
     return replace(base, **plain)
 
 
-def predictor(table: Table) -> Callable[[Coefficient], Floats]:
-    """A function that gives the seconds of every row for a set of coefficients; works are built once."""
+def predictor(table: Table) -> Callable[[Coefficient], tuple[Floats, NDArray[np.bool_]]]:
+    """A function that gives, for a set of coefficients, every row's seconds and whether memory bounds it."""
     pieces = []
     for gpu in np.unique(table.gpu):
         for format in np.unique(table.format):
@@ -88,22 +89,23 @@ def predictor(table: Table) -> Callable[[Coefficient], Floats]:
             if rows.size:
                 pieces.append((rows, _timer(table.op, table.where(rows), device_of(str(gpu)), str(format))))
 
-    def seconds(c: Coefficient) -> Floats:
-        out = np.empty(len(table))
+    def timed(c: Coefficient) -> tuple[Floats, NDArray[np.bool_]]:
+        out, bound = np.empty(len(table)), np.empty(len(table), bool)
         for rows, timer in pieces:
-            out[rows] = timer(c)
-        return out
+            out[rows], parts = timer(c)
+            bound[rows] = memory_bound(out[rows], parts)
+        return out, bound
 
-    return seconds
+    return timed
 
 
-def _timer(op: str, rows: Table, device: HardwareProfile, format: str) -> Callable[[Coefficient], Floats]:
+def _timer(op: str, rows: Table, device: HardwareProfile, format: str) -> Callable[[Coefficient], tuple[Any, Parts]]:
     if op == "matmul":
-        return lambda c: product_time(device, c, **rows.sizes, dtype=format)[0]
+        return lambda c: product_time(device, c, **rows.sizes, dtype=format)
     sizes: dict[str, Any] = dict(rows.sizes)
     sizes["tokens"] = sizes.pop("seq")
     work = attention_work(op, bits=known_format(format).bits, **sizes)
-    return lambda c: kernel_time(device, c, work)[0]
+    return lambda c: kernel_time(device, c, work)
 
 
 def fit(table: Table, kernel: str, format: str, known: dict[str, float] | None = None) -> Coefficient:
@@ -119,7 +121,7 @@ def fit(table: Table, kernel: str, format: str, known: dict[str, float] | None =
     knobs = _knobs(op, table, known or {})
     base = Coefficient(op, kernel, format, 0.0, 1.0, 1.0, rows=len(table), source=SOURCE, date=DATE,
                        devices=tuple(sorted({device_of(str(g)).name for g in np.unique(table.gpu)})))
-    seconds, truth = predictor(table), np.log(table.seconds)
+    timed, truth = predictor(table), np.log(table.seconds)
     starts = np.log([k.start for k in knobs])
     stray = np.array([k.stray for k in knobs])
     bounds = (np.log([k.low for k in knobs]), np.log([k.high for k in knobs]))
@@ -129,7 +131,7 @@ def fit(table: Table, kernel: str, format: str, known: dict[str, float] | None =
         here = replace(base, group_limit=limit)
 
         def misfit(x: Floats, here: Coefficient = here) -> Floats:
-            error = np.log(seconds(_coefficient(here, knobs, np.exp(x)))) - truth
+            error = np.log(timed(_coefficient(here, knobs, np.exp(x)))[0]) - truth
             return np.concatenate([error, (x - starts) * (PRIOR_WEIGHT / stray)])
 
         for changed in STARTS[op]:
@@ -139,13 +141,25 @@ def fit(table: Table, kernel: str, format: str, known: dict[str, float] | None =
             if best is None or found.cost < best[0]:
                 best = (found.cost, _coefficient(here, knobs, np.exp(found.x)))
     assert best is not None
-    return with_spread(best[1], np.log(table.seconds / seconds(best[1])))
+    seconds, bound = timed(best[1])
+    return with_spread(best[1], truth - np.log(seconds), bound)
 
 
-def with_spread(c: Coefficient, log_error: Floats) -> Coefficient:
-    """The coefficients with the 5, 50 and 95% quantiles of ln(measured / predicted)."""
+FEW = 40
+"""Rows below which a regime shares the interval of all rows."""
+
+
+def with_spread(c: Coefficient, log_error: Floats, bound: NDArray[np.bool_]) -> Coefficient:
+    """The coefficients with quantiles of ln(measured / predicted), apart for rows that memory bounds."""
+    apart = min(int(bound.sum()), int((~bound).sum())) >= FEW
+    return replace(c, log_error=quantiles(log_error[~bound] if apart else log_error),
+                   memory_log_error=quantiles(log_error[bound]) if apart else None)
+
+
+def quantiles(log_error: Floats) -> tuple[float, float, float]:
+    """5, 50 and 95% quantiles; the ends at least 2% away from the prediction."""
     low, mid, high = (float(q) for q in np.quantile(log_error, (0.05, 0.5, 0.95)))
-    return replace(c, log_error=(min(low, -0.02, mid), mid, max(high, 0.02, mid)))
+    return min(low, -0.02, mid), mid, max(high, 0.02, mid)
 
 
 def trusted(table: Table) -> NDArray[np.bool_]:

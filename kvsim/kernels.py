@@ -182,17 +182,24 @@ NEAREST = {"none": ("bf16", "fp16"), "cast": ("fp8",), "scale": ("int8", "fp8"),
 
 
 def _row_of(rows: list[Coefficient], family: str, format: str, conversion: str) -> tuple[Coefficient, float, float]:
-    """The row of a kernel family for a format, or of the nearest format, with rate factor and widening."""
-    ranked = sorted(rows, key=lambda c: (c.kernel != family, -_score(family, c.kernel)))
-    others = conversion != "none"
-    exact = next((c for c in ranked if c.format in (format, "*") and (others or c.kernel == family)), None)
-    if exact is not None:
-        return exact, 1.0, 0.0
+    """The row of a kernel for a format, or of the nearest format, with rate factor and widening.
+
+    A kernel that knows any converted format answers by analogy with it; for one that knows none, others answer.
+    """
+    mine = [c for c in rows if c.kernel == family]
+    others = sorted((c for c in rows if c.kernel != family), key=lambda c: -_score(family, c.kernel))
+    converts = any(c.format in FORMATS and FORMATS[c.format].conversion != "none" for c in mine)
+    pools = [mine] if converts or conversion == "none" else [mine, others]
+    for pool in pools:
+        exact = next((c for c in pool if c.format in (format, "*")), None)
+        if exact is not None:
+            return exact, 1.0, 0.0
     if format == "fp32":
-        return next((c for c in ranked if c.format == "bf16"), ranked[0]), 0.5, 0.3
+        return next((c for c in mine if c.format == "bf16"), mine[0]), 0.5, 0.3
     factor, widen = RATE_OF_CLASS[conversion]
-    for near in NEAREST[conversion]:
-        found = next((c for c in ranked if c.format == near), None)
-        if found is not None:
-            return found, factor / RATE_OF_CLASS[FORMATS[near].conversion][0], widen
-    return ranked[0], factor, (widen**2 + 0.3**2) ** 0.5
+    for pool in (mine, others):
+        for near in NEAREST[conversion]:
+            found = next((c for c in pool if c.format == near), None)
+            if found is not None:
+                return found, factor / RATE_OF_CLASS[FORMATS[near].conversion][0], widen
+    return mine[0], factor, (widen**2 + 0.3**2) ** 0.5
