@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
@@ -77,9 +77,7 @@ class Sweep:
 
     def write(self, path: str | Path) -> None:
         """Write to a .csv or .json file, whole or not at all."""
-        target = Path(path)
-        if target.suffix not in (".csv", ".json"):
-            raise KvsimError(f"--out {target.name}: write to a file that ends in .csv or .json")
+        target = check_target(path)
         draft = target.with_name(target.name + ".part")
         try:
             with draft.open("w", newline="", encoding="utf-8") as out:
@@ -97,6 +95,16 @@ class Sweep:
         table = csv.DictWriter(out, head)
         table.writeheader()
         table.writerows(self.rows())
+
+
+def check_target(path: str | Path) -> Path:
+    """The path if a sweep can be written there, so that a long one is not computed in vain; KvsimError otherwise."""
+    target = Path(path)
+    if target.suffix not in (".csv", ".json"):
+        raise KvsimError(f"--out {shown(target.name)}: write to a file that ends in .csv or .json")
+    if not target.parent.is_dir():
+        raise KvsimError(f"--out {shown(str(path))}: the folder does not exist")
+    return target
 
 
 def sweep(

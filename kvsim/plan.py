@@ -57,6 +57,12 @@ class Candidate:
         """Cache bits for each value that an uncompressed cache would hold."""
         return float(self.record.case.value_bits / max(self.record.compression, 1e-9))
 
+    @property
+    def gentleness(self) -> float:
+        """Bits kept of each value; a method that stores more than the full cache keeps less than it all the same."""
+        most = float(self.record.case.value_bits)
+        return most if self.method.is_full else round(min(self.bits_per_value, most - 1e-6), 6)
+
     def to_json(self) -> dict[str, Any]:
         """The fields of predict plus method, compression, quality (none without evidence) and engine flags."""
         return {
@@ -255,7 +261,7 @@ def _merit(c: Candidate, objective: Objective) -> tuple[float, float]:
     record = c.record
     speed = -float(record.decode.seconds)
     first = {
-        "gentle": lambda: round(c.bits_per_value, 6),
+        "gentle": lambda: c.gentleness,
         "memory": lambda: -float(record.peak_bytes),
         "speed": lambda: speed,
         "context": lambda: float(record.max_context),

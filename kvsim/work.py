@@ -29,7 +29,7 @@ class Op:
 
     name: str
     kind: Literal["matmul", "decode", "prefill", "elementwise"]
-    count: int = 1
+    count: Any = 1
     bytes: Any = 0.0
     flops: Any = 0.0
     elements: Any = 0.0
@@ -268,9 +268,10 @@ def _work_op(name: str, work: Work, batch: Any, count: int) -> Iterator[Op]:
         return
     moved = 1.0 * batch * (work.read_bytes + work.write_bytes)
     blocks = largest(moved / BLOCK_BYTES, 1.0)
-    yield Op(name, "elementwise", count, bytes=moved, flops=1.0 * batch * work.flops, blocks=blocks)
-    if np.any(work.products):
-        yield Op(name, "prefill", count, bytes=0.0 * moved, flops=1.0 * batch * work.products, blocks=blocks)
+    some, products = (1 * (np.asarray(x) > 0)[()] for x in (moved + work.flops, work.products))
+    yield Op(name, "elementwise", count * some, bytes=moved, flops=1.0 * batch * work.flops, blocks=blocks)
+    if np.any(products):
+        yield Op(name, "prefill", count * products, flops=1.0 * batch * work.products, blocks=blocks)
 
 
 def _encode(side: Side, rows: Any) -> Work:

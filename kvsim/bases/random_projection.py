@@ -27,6 +27,11 @@ class RandomProjection(Projection):
     rank: int = setting(32, low=1, always=True, what="coefficients a row and head")
     kind: str = setting("gaussian", choices=("gaussian", "sparse", "embedding"), what="distribution of the matrix")
 
+    @property
+    def caution(self) -> str:
+        """Johnson-Lindenstrauss needs r of about 8 ln n / eps^2 for a distortion eps: more than the width."""
+        return "random projections keep distances only at ranks above the width (8 ln n / eps^2); a fitted basis is better"
+
     def latent(self, place: Place) -> Latent:
         """rank coefficients for each head."""
         check_rank("random_projection", self.rank, place.width, place)

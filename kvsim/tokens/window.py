@@ -32,6 +32,11 @@ class Window(TokenPolicy):
         """Rows held after n tokens."""
         return smaller(n, self.sinks + self.recent)
 
+    @property
+    def caution(self) -> str:
+        """Attention parks its surplus on the first tokens: without them quality collapses (StreamingLLM, arXiv 2309.17453)."""
+        return "" if self.sinks else "a window without sinks ruins attention; keep the first tokens with sinks=4"
+
     def rows(self, prompt: Count, new: Count, place: Place) -> Rows:
         """Bounded counts; a step reads one row more, before it evicts."""
         return running_rows(self.kept, prompt, new)
