@@ -308,7 +308,12 @@ def _compress_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bi
         read = 1.0 * kept * side.place.heads * side.place.width * value_bits / 8
         fit = side.chain.basis.fit_work(kept, side.place)
         written = smallest(sum((1.0 * b.bytes for b in side.buffers if not b.per_model), start=0.0), read)
-        work = work + _encode(side, kept) + fit + Work(0.0, 0.0 if fit else read, written)
+        work = (
+            work
+            + _encode(side, kept)
+            + fit
+            + Work(0.0, np.where(np.asarray(fit.read_bytes) > 0, 0.0, read)[()], written)
+        )
     yield from _work_op("compress", work, batch, count)
 
 
