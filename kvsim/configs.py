@@ -79,7 +79,9 @@ def build(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
         raise KvsimError(f"{label}architecture {shown(kind)} is not known; "
                          "describe it with ModelSpec.from_numbers")
     fields = Fields(dict(config), kind)
-    fields.ignore("model_type", "architectures")
+    fields.ignore("model_type", "architectures", "quantization_config", "compression_config")
+    if config.get("quantization_config") or config.get("compression_config"):
+        fields.notes.append("quantization_config changes the bytes of weights, not their number; choose their format yourself")
     try:
         spec = builder(fields)
         fields.leftovers()

@@ -64,8 +64,7 @@ def qk_norm_size(kind: str, heads: int, kv: int, dim: int, norm: str) -> int:
     return {"": 0, "head": 2 * dim, "width": (heads + kv) * dim}[kind] * NORM[norm]
 
 
-def decoder(f: Fields, traits: Traits, *, feed: Feed | None = None, top: Fields | None = None,
-            towers: tuple[Matrix, ...] = (), tied: bool | None = None, extra: int = 0) -> ModelSpec:
+def decoder(f: Fields, traits: Traits, *, feed: Feed | None = None) -> ModelSpec:
     """A plain decoder with `traits`; `feed` builds the feed-forwards of families with experts."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -80,8 +79,8 @@ def decoder(f: Fields, traits: Traits, *, feed: Feed | None = None, top: Fields 
         return layer(attention_of(kv, heads, dim, spans[i]), attn, Part((), norms), ffn(i))
 
     final = NORM[traits.norm] * hidden * traits.final_norm
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=final, tied=tied, extra=extra, top=top,
-                    head_bias=switch(f, traits.head_bias), towers=towers)
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=final,
+                    head_bias=switch(f, traits.head_bias))
 
 
 def dense_feed(f: Fields, hidden: int, traits: Traits) -> FeedForward:

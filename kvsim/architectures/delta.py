@@ -20,7 +20,7 @@ _KERNEL_MAX = 256
 
 
 def blocks(f: Fields, types: list[str], attention: tuple[Attention, Part], mixer: mixers.Mixer, ffn: FeedForward,
-           norms: Part, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+           norms: Part, tied: bool | None = None) -> ModelSpec:
     """A decoder with attention or a mixer in each layer and a feed-forward after it."""
     hidden = f.size("hidden_size")
 
@@ -29,7 +29,7 @@ def blocks(f: Fields, types: list[str], attention: tuple[Attention, Part], mixer
             return layer(attention[0], attention[1], norms, ffn(i))
         return layer(None, mixer.part, norms, ffn(i), states=mixer.states)
 
-    return assemble(f, each(len(types), one), hidden, f.size("vocab_size"), final=hidden, top=top, towers=towers, tied=tied)
+    return assemble(f, each(len(types), one), hidden, f.size("vocab_size"), final=hidden, tied=tied)
 
 
 def _intervals(f: Fields, count: int) -> list[str]:
@@ -48,7 +48,7 @@ def _linear_net(f: Fields, hidden: int) -> mixers.Mixer:
                             f.size("linear_conv_kernel_dim", high=_KERNEL_MAX))
 
 
-def qwen3_next(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+def qwen3_next(f: Fields) -> ModelSpec:
     """Qwen3-Next and Qwen3.5: gated attention (q twice as wide) every fourth layer; dense or experts with a shared one."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -67,7 +67,7 @@ def qwen3_next(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] 
     if not f.flag("attn_output_gate", default=True):
         raise f.fail("attn_output_gate", "= false is not accounted for")
     return blocks(f, _intervals(f, count), (attention_of(kv, heads, dim, 0), plain + Part((gate,), 2 * dim)),
-                  _linear_net(f, hidden), ffn, Part((), 2 * hidden), top, towers, tied)
+                  _linear_net(f, hidden), ffn, Part((), 2 * hidden))
 
 
 def _gated_shared(f: Fields, hidden: int) -> FeedForward:

@@ -130,25 +130,27 @@ def _sinks(f: Fields) -> int:
     return f.size("num_attention_heads")
 
 
+_KINDS: dict[str, tuple[Traits, Feed]] = {
+    "mixtral": (Traits(window=windows.every), every_layer()),
+    "phimoe": (replace(_ATTN, norm="layer", window=windows.every, head_bias="lm_head_bias"), every_layer()),
+    "minimax_m2": (Traits(qk_norm="width"), every_layer()),
+    "gpt_oss": (replace(_ATTN, window=windows.pattern(2, fixed=True), extra=_sinks), every_layer(bias=True)),
+    "olmoe": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
+    "flex_olmo": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
+    "qwen2_moe": (Traits("qkv_bias", window=windows.switched_even), partial(qwen_moe, shared=True)),
+    "qwen3_moe": (replace(_ATTN, qk_norm="head", window=windows.switched_every), qwen_moe),
+    "qwen3_vl_moe_text": (replace(_ATTN, qk_norm="head"), qwen_moe),
+    "glm4v_moe_text": (Traits("attention_bias"), deepseek_moe),
+    "glm4_moe": (Traits("attention_bias", qk_norm="head", qk_flag="use_qk_norm"), deepseek_moe),
+    "dots1": (replace(_ATTN, qk_norm="head", window=windows.from_layer), deepseek_moe),
+    "solar_open": (Traits("attention_bias"), deepseek_moe),
+    "ernie4_5_moe": (Traits("use_bias", "use_bias", head_bias="use_bias"), ernie_moe),
+    "granitemoe": (_ATTN, granite_moe),
+    "granitemoeshared": (_ATTN, granite_moe),
+    "hunyuan_v1_moe": (replace(_ATTN, qk_norm="head"), hunyuan_moe),
+    "mellum": (replace(_ATTN, qk_norm="head", window=windows.typed()), typed_moe),
+}
 FAMILIES: dict[str, Builder] = {
-    name: partial(decoder, traits=traits, feed=feed)
-    for name, (traits, feed) in {
-        "mixtral": (Traits(window=windows.every), every_layer()),
-        "phimoe": (replace(_ATTN, norm="layer", window=windows.every, head_bias="lm_head_bias"), every_layer()),
-        "minimax_m2": (Traits(qk_norm="width"), every_layer()),
-        "gpt_oss": (replace(_ATTN, window=windows.pattern(2, fixed=True), extra=_sinks), every_layer(bias=True)),
-        "olmoe": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
-        "flex_olmo": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
-        "qwen2_moe": (Traits("qkv_bias", window=windows.switched_even), partial(qwen_moe, shared=True)),
-        "qwen3_moe": (replace(_ATTN, qk_norm="head", window=windows.switched_every), qwen_moe),
-        "glm4_moe": (Traits("attention_bias", qk_norm="head", qk_flag="use_qk_norm"), deepseek_moe),
-        "dots1": (replace(_ATTN, qk_norm="head", window=windows.from_layer), deepseek_moe),
-        "solar_open": (Traits("attention_bias"), deepseek_moe),
-        "ernie4_5_moe": (Traits("use_bias", "use_bias", head_bias="use_bias"), ernie_moe),
-        "granitemoe": (_ATTN, granite_moe),
-        "granitemoeshared": (_ATTN, granite_moe),
-        "hunyuan_v1_moe": (replace(_ATTN, qk_norm="head"), hunyuan_moe),
-        "mellum": (replace(_ATTN, qk_norm="head", window=windows.typed()), typed_moe),
-    }.items()
+    name: partial(decoder, traits=traits, feed=feed) for name, (traits, feed) in _KINDS.items()
 }
 __all__ = ["FAMILIES", "deepseek_moe", "dense_feed", "expert_counts", "qwen_moe"]

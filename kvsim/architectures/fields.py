@@ -27,7 +27,7 @@ _HARMLESS = re.compile(
     r"dropout|pdrop|drop_|layerdrop|_eps$|epsilon|_init|init_|initializer|_token|token_|_loss|loss_|aux_|router_|_act$|activation|softcap"
     r"|_scal|scale|scaling|multiplier|output_|_implementation|gradient|checkpointing|^use_cache|dtype|_version|theta"
     r"|quantization|kv_cache_scheme|max_position|model_max_length|^task_specific|auto_map|_fp32|in_fp|upcast|^id2label|"
-    r"label2id|norm_topk|topk_|scoring_func|_group$|seq_aux|jitter|^use_.*(kernels|mambapy|scan)|mtp|interleave|routing_bias|^quant|^pretraining|chunk_size_feed_forward|^attn_impl"
+    r"label2id|norm_topk|topk_|scoring_func|_group$|seq_aux|jitter|llm_compressor|^use_.*(kernels|mambapy|scan)|mtp|interleave|routing_bias|^quant|^pretraining|chunk_size_feed_forward|^attn_impl"
     r"|context|is_decoder|is_encoder_decoder|cross_attention_hidden_size|tie_encoder_decoder|position_embedding_type|rotary|^rope_"
     r"|prune|^use_flash|flash_attn|^_attn|_attn_logit|logit|summary|mup|qk_clip|layer_norm_type|embd_pdrop|finetuning"
     r"|moe_layer_freq_note|_speculat|time_step|chunk_size$|^chunk_length|tokenizer|encoder_no_repeat|no_repeat|length_penalty"
@@ -184,18 +184,20 @@ class Fields:
             raise self.fail(name, f"has {len(value)} entries for {length} layers")
         return value
 
-    def child(self, name: str, model_type: str | None = None) -> Fields:
-        """The object under `name` (an empty one where it is missing), its type from the file, else `model_type`."""
+    def child(self, name: str, model_type: str | None = None, forced: str | None = None) -> Fields:
+        """The object under `name` (an empty one where it is missing), its type `forced`, the file's, or `model_type`."""
         value = self.get(name)
         if value is None:
             value = {}
             self.notes.append(f"{self.where(name)} is missing: all of it as its class has it")
         if not isinstance(value, dict):
             raise self.fail(name, f"must be an object, got {shown(value)}")
-        kind = value.get("model_type") or model_type
+        kind = forced or value.get("model_type") or model_type
         if not isinstance(kind, str):
             raise self.fail(f"{name}.model_type", f"must be a word, got {shown(kind)}")
         inner = Fields(value, kind, f"{self.path}{name}.", self.notes)
+        inner.ignore("model_type", "architectures", "quantization_config")
+        self._children = [c for c in self._children if c.path != inner.path]
         self._children.append(inner)
         return inner
 

@@ -13,11 +13,11 @@ from kvsim.model import Attention, Layer, Matrix, ModelSpec
 _GEMMA3 = Traits("attention_bias", "attention_bias", norms=4, qk_norm="head", window=windows.pattern(6))
 
 
-def gemma3(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+def gemma3(f: Fields) -> ModelSpec:
     """Gemma-3: every sixth layer full, four norms a layer; the bidirectional variant halves the window."""
     if f.flag("use_bidirectional_attention"):
         f.raw["sliding_window"] = f.size("sliding_window") // 2 + 1
-    return decoder(f, _GEMMA3, top=top, towers=towers, tied=tied)
+    return decoder(f, _GEMMA3)
 
 
 def _shared_from(f: Fields, spans: list[int]) -> int:
@@ -48,7 +48,7 @@ def _reader(heads: int, kv: int, dim: int, window: int) -> Attention:
     return Attention("shared", heads, kv, dim, dim, window)
 
 
-def gemma3n(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+def gemma3n(f: Fields) -> ModelSpec:
     """Gemma-3n: AltUp streams, Laurel bypasses, per-layer embeddings; the last layers share caches."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -72,11 +72,11 @@ def gemma3n(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (
             return layer(_reader(heads, kv, dim, spans[i]), own, mlp(hidden, widths[i]), extras)
         return layer(attention_of(kv, heads, dim, spans[i]), full, Part((), dim), mlp(hidden, widths[i]), extras)
 
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, extra=small, tied=tied, top=top,
-                    embeddings=(*tables, mix) if mix else tables, towers=towers)
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, extra=small,
+                    embeddings=(*tables, mix) if mix else tables)
 
 
-def gemma4(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+def gemma4(f: Fields) -> ModelSpec:
     """Gemma-4: full layers have heads of their own width and number; k = v there needs one projection, stores two."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -108,8 +108,8 @@ def gemma4(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = ()
             return layer(_reader(heads, n, d, spans[i]), own, mlp(hidden, inner * (2 if double else 1)), norms)
         return layer(attention_of(n, heads, d, spans[i]), full, Part((), 2 * d), mlp(hidden, inner), norms)
 
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, extra=small, tied=tied, top=top,
-                    embeddings=tables, towers=towers)
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, extra=small,
+                    embeddings=tables)
 
 
 def _moe(f: Fields, hidden: int) -> Part:

@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 from kvsim.architectures import mixers
-from kvsim.architectures.decoder import attention_of
+from kvsim.architectures.decoder import Traits, attention_of
 from kvsim.architectures.experts import expert_counts, granite_moe
 from kvsim.architectures.fields import Fields
 from kvsim.architectures.parts import Part, assemble, each, experts, head_sizes, layer, layer_count, mlp, projections
@@ -107,7 +107,7 @@ def _granite_hybrid(f: Fields) -> ModelSpec:
     hidden, count = f.size("hidden_size"), layer_count(f)
     types = layer_types(f, count, (FULL, LINEAR)) or [LINEAR] * count
     if f.size("num_local_experts", low=0):
-        part = granite_moe(f, hidden, None)(0)
+        part = granite_moe(f, hidden, Traits())(0)
     else:
         part = mlp(hidden, f.size("shared_intermediate_size"), prefix="shared_mlp.")
         f.ignore("intermediate_size", "num_experts_per_tok")
@@ -173,7 +173,7 @@ def _recurrent_gemma(f: Fields) -> ModelSpec:
     return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden)
 
 
-def lfm2(f: Fields, moe: bool = False, **outer: object) -> ModelSpec:
+def lfm2(f: Fields, moe: bool = False) -> ModelSpec:
     """LFM2: short convolutions between attention layers; the stated feed-forward width may be adjusted."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -204,7 +204,7 @@ def lfm2(f: Fields, moe: bool = False, **outer: object) -> ModelSpec:
         return layer(None, mixer.part, rest, states=mixer.states)
 
     tied = f.flag("tie_embedding", default=f.flag("tie_word_embeddings"))
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, tied=tied, **outer)  # type: ignore[arg-type]
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, tied=tied)
 
 
 FAMILIES: dict[str, Builder] = {

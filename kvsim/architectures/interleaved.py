@@ -26,7 +26,7 @@ from kvsim.model import Attention, Layer, Matrix, ModelSpec
 CHUNKED, INDEXED = "chunked_attention", "minimax_m3_sparse"
 
 
-def llama4(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+def llama4(f: Fields) -> ModelSpec:
     """Llama-4: chunks of `attention_chunk_size` where RoPE is used, full attention elsewhere; experts at an interval."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -55,7 +55,7 @@ def llama4(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = ()
                          (chunk or 0) if types[i] == CHUNKED else 0)
         return layer(kind, attn, sparse if i in sparse_at else dense)
 
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, top=top, towers=towers, tied=tied)
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden)
 
 
 def _mimo_v2(f: Fields) -> ModelSpec:
@@ -152,7 +152,7 @@ def _laguna(f: Fields) -> ModelSpec:
     return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden)
 
 
-def minimax_m3(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), tied: bool | None = None) -> ModelSpec:
+def minimax_m3(f: Fields) -> ModelSpec:
     """MiniMax-M3: grouped attention whose later layers pick blocks of tokens by an indexer with its own key cache."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
@@ -189,7 +189,7 @@ def minimax_m3(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] 
             return layer(picking, attn, own, ffn)
         return layer(attention_of(kv, heads, dim, 0), attn, ffn)
 
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, top=top, towers=towers, tied=tied)
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden)
 
 
 FAMILIES: dict[str, Builder] = {

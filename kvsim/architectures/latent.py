@@ -45,8 +45,7 @@ def indexer(f: Fields, hidden: int, q_rank: int) -> tuple[int, int, Part]:
     return width, f.size("index_topk"), part
 
 
-def mla(f: Fields, feed: Feed, traits: Traits | None = None, top: Fields | None = None,
-        towers: tuple[Matrix, ...] = (), sparse: bool = False, tied: bool | None = None) -> ModelSpec:
+def mla(f: Fields, feed: Feed, traits: Traits | None = None, sparse: bool = False) -> ModelSpec:
     """A decoder whose layers all have latent attention; `sparse`: with an indexer, whose keys are cached beside."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     plain, part, q_rank = latent(f, hidden)
@@ -68,7 +67,7 @@ def mla(f: Fields, feed: Feed, traits: Traits | None = None, top: Fields | None 
             return layer(with_index, part, own, norms, ffn(i))
         return layer(plain, part, norms, ffn(i))
 
-    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden, top=top, towers=towers, tied=tied)
+    return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden)
 
 
 def _own_indexers(f: Fields, count: int) -> list[bool]:
@@ -89,14 +88,14 @@ def _own_indexers(f: Fields, count: int) -> list[bool]:
     return [max(i - offset + 1, 0) % step == 0 for i in range(count)]
 
 
-def deepseek_v2(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), extra: int = 0) -> ModelSpec:
+def deepseek_v2(f: Fields) -> ModelSpec:
     """DeepSeek-V2; with `use_mla` false (VL2-tiny) plain multi-head attention, as in DeepSeek-MoE."""
     if f.flag("use_mla", default=True):
-        return mla(f, deepseek_moe, Traits(mlp_bias="mlp_bias"), top, towers)
-    return deepseek_v1(f, top, towers, extra)
+        return mla(f, deepseek_moe, Traits(mlp_bias="mlp_bias"))
+    return deepseek_v1(f)
 
 
-def deepseek_v1(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...] = (), extra: int = 0) -> ModelSpec:
+def deepseek_v1(f: Fields) -> ModelSpec:
     """DeepSeek-MoE and relatives without MLA: all the latent's sizes must be absent or zero."""
     f.ignore("lm_head", "rm_head")
     for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
@@ -106,7 +105,7 @@ def deepseek_v1(f: Fields, top: Fields | None = None, towers: tuple[Matrix, ...]
     if f.get("head_dim") in (None, 0):
         f.raw["head_dim"] = head_width(Fields({}, "llama", f.path), f.size("hidden_size"), f.size("num_attention_heads"))
     traits = Traits(qkv_bias="attention_bias", o_bias="attention_bias")
-    return decoder(f, traits, feed=deepseek_moe, top=top, towers=towers, extra=extra)
+    return decoder(f, traits, feed=deepseek_moe)
 
 
 def _longcat(f: Fields) -> ModelSpec:

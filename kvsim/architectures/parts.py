@@ -93,51 +93,43 @@ def each(count: int, build: Callable[[int], Layer]) -> tuple[Layer, ...]:
     return tuple(seen.setdefault(x, x) for x in map(build, range(count)))
 
 
-def dtype_of(*levels: Fields) -> str:
-    """The declared dtype of the weights, bf16 (noted) where no level says one."""
-    for f in levels:
-        for name in ("dtype", "torch_dtype"):
-            value = f.get(name)
-            if value is None or value == "auto":
-                continue
-            word = str(value).removeprefix("torch.")
-            if not isinstance(value, str) or word not in _DTYPES:
-                raise f.fail(name, f"= {shown(value)} is not one of {', '.join(_DTYPES)}")
-            return _DTYPES[word]
-    levels[0].notes.append(f"{levels[0].where('dtype')} is missing: bf16 is assumed for bytes")
+def dtype_of(f: Fields) -> str:
+    """The declared dtype of the weights, bf16 (noted) where the file says none."""
+    for name in ("dtype", "torch_dtype"):
+        value = f.get(name)
+        if value is None or value == "auto":
+            continue
+        word = str(value).removeprefix("torch.")
+        if not isinstance(value, str) or word not in _DTYPES:
+            raise f.fail(name, f"= {shown(value)} is not one of {', '.join(_DTYPES)}")
+        return _DTYPES[word]
+    f.notes.append(f"{f.where('dtype')} is missing: bf16 is assumed for bytes")
     return "bf16"
 
 
-def context_of(*levels: Fields) -> int:
+def context_of(f: Fields) -> int:
     """The longest context that the config declares, 0 where it says none."""
-    for f in levels:
-        for name in _CONTEXTS:
-            value = f.get(name)
-            if value is not None:
-                return f.checked(name, value, high=2**40)
+    for name in _CONTEXTS:
+        value = f.get(name)
+        if value is not None:
+            return f.checked(name, value, high=2**40)
     return 0
 
 
 def assemble(f: Fields, layers: Sequence[Layer], hidden: int, vocab: int, *, final: int = 0, tied: bool | None = None,
-             head_bias: bool = False, extra: int = 0, embeddings: tuple[Matrix, ...] = (), top: Fields | None = None,
-             towers: tuple[Matrix, ...] = (), head: bool = True, width: int = 0) -> ModelSpec:
+             head_bias: bool = False, extra: int = 0, embeddings: tuple[Matrix, ...] = (), width: int = 0) -> ModelSpec:
     """Put a spec together: token table, head, final norm, and what the config says of dtype, context and MTP layers.
 
     `final` counts final-norm parameters, `extra` other small ones, `embeddings` further tables (positions),
     `width` the embedding width where it is not `hidden`.
     """
-    levels = (f,) if top is None else (top, f)
     width = width or hidden
     tied = f.flag("tie_word_embeddings") if tied is None else tied
     next_n = f.maybe("num_nextn_predict_layers", "num_mtp_layers", high=LAYERS_MAX)
-    for level in levels:
-        if level.has("quantization_config") or level.has("compression_config"):
-            f.notes.append("quantization_config is not applied: it changes the bytes of weights, not their number; "
-                           "choose the weights' format yourself")
-    out = Matrix("lm_head", vocab, width, bias=head_bias) if head else None
+    out = Matrix("lm_head", vocab, width, bias=head_bias)
     spare = vocab if head_bias and tied else 0  # the bias of a tied head is no part of the table
     return ModelSpec(
-        name=levels[0].model_type, architecture=levels[0].model_type, layers=tuple(layers), hidden_size=hidden,
+        name=f.model_type, architecture=f.model_type, layers=tuple(layers), hidden_size=hidden,
         vocab_size=vocab, embeddings=(Matrix("embed_tokens", vocab, width), *embeddings), head=out, tied=tied,
-        towers=towers, other_parameters=final + extra + spare, dtype=dtype_of(*levels), max_context=context_of(*levels),
+        other_parameters=final + extra + spare, dtype=dtype_of(f), max_context=context_of(f),
         next_n_layers=next_n or f.maybe("num_mtp_modules", high=LAYERS_MAX) or 0)

@@ -52,7 +52,7 @@ def _zamba(f: Fields) -> ModelSpec:
     f.ignore("attn_layer_period", "attn_layer_offset", "num_logits_to_keep", "hidden_mamba_act")
     layers: list[Layer] = []
     for name in types:
-        own = (mixer.part, Part((), hidden))
+        own: tuple[Part, ...] = (mixer.part, Part((), hidden))
         if name == HYBRID:
             first = not any(x.attention for x in layers)
             own = (*own, Part((Matrix("linear", hidden, hidden),)), block if first else again(block))
@@ -91,7 +91,7 @@ def _zamba2(f: Fields) -> ModelSpec:
         raise f.fail("ft_lora", "or an ungated feed-forward is not accounted for")
     blocks, layers = f.size("num_mem_blocks", high=64), []
     for i, name in enumerate(types):
-        own = (mixer.part, Part((), hidden))
+        own: tuple[Part, ...] = (mixer.part, Part((), hidden))
         if name == HYBRID:
             use = at.index(i)
             own = (*own, Part((Matrix("linear", hidden, hidden),)), adapter, block if use < blocks else again(block))
