@@ -152,7 +152,8 @@ def test_the_same_seed_gives_the_same_rows(text, dtype):
 
 
 @pytest.mark.parametrize("text", ["h2o(budget=1.0)", "tova(budget=60)", "scissorhands(budget=1.0)",
-                                  "snapkv(budget=1.0)", "topk(budget=64)", "pyramid(budget=1.0)", "ada(budget=1.0)", "window(recent=64)",
+                                  "snapkv(budget=1.0)", "topk(budget=64)", "pyramid(budget=1.0)",
+                                  "ada(budget=1.0)", "window(recent=64)",
                                   "stride(every=1)", "tiers(sizes=(64,),strides=(1,))", "pages(top=1.0,dense_layers=0)",
                                   "multiscale(windows=(64,),strides=(1,))", "hierarchy(recent=64)",
                                   "lsh_merge(recent=64)", "lsh_merge(planes=48,when=running,recent=64)"])
