@@ -186,19 +186,18 @@ def _buffers(
             f"{place.side}.full", place.heads, choose(ready, 0 * stored, stored), place.width, place.value_bits
         )
         stored, appended = choose(ready, stored, 0 * stored), choose(ready, appended, 0 * appended)
-    prompt = smallest(rows.prompt, appended)
-    encoded, tail, blocks = _split(chain, prompt, appended, stored, ranges)
+    held = _encoded(chain.format, smallest(rows.prompt, appended), appended, stored, ranges)
     quantizes = chain.format.residual_rows or chain.format.name != "full"
-    yield from _named(
-        place.side, _basis_buffers(chain.basis, stored, blocks if quantizes else 0 * stored, place, enough)
-    )
+    blocks = held.blocks if quantizes else 0 * stored
+    yield from _named(place.side, _basis_buffers(chain.basis, stored, blocks, place, enough))
     if not latent.width:
         return
-    yield from _named(place.side, chain.format.buffers(encoded, blocks, latent))
-    for correction in chain.corrections:
-        yield from _named(f"{place.side}.{correction.name}", correction.buffers(encoded, blocks, latent))
-    if np.any(np.asarray(tail) > 0):
-        yield Buffer(f"{place.side}.tail", latent.heads, tail, latent.width, place.value_bits)
+    yield from _named(place.side, chain.format.buffers(held.rows, held.blocks, latent))
+    for fix in chain.corrections:
+        found = held.corrected(fix.least_block_rows, chain.format.block_rows)
+        yield from _named(f"{place.side}.{fix.name}", fix.buffers(*found, latent))
+    if np.any(np.asarray(held.tail) > 0):
+        yield Buffer(f"{place.side}.tail", latent.heads, held.tail, latent.width, place.value_bits)
 
 
 def _named(prefix: str, buffers: tuple[Buffer, ...]) -> Iterator[Buffer]:
@@ -218,38 +217,55 @@ def _basis_buffers(basis: Basis, stored: Any, blocks: Any, place: Place, enough:
     )
 
 
-def _split(
-    chain: Chain, prompt: Any, appended: Any, stored: Any, ranges: tuple[tuple[Count, Count], ...] | None
-) -> tuple[Any, Any, Any]:
-    """Encoded rows, tail rows and flushed blocks that are live.
+@dataclass(frozen=True)
+class Encoded:
+    """Rows of one side that are encoded and in the tail, flushed blocks that are live, and how many came with the prompt."""
+
+    rows: Any
+    tail: Any
+    blocks: Any
+    prompt_rows: Any
+
+    def corrected(self, least: int, block_rows: int) -> tuple[Any, Any]:
+        """(rows, blocks) that a correction covers: all, or the prompt's block alone where later ones are too small."""
+        if block_rows >= least:
+            return self.rows, self.blocks
+        large = 1 * (np.asarray(self.prompt_rows) >= max(least, 1))[()]
+        return self.prompt_rows * large, large
+
+
+def _encoded(
+    form: Format, prompt: Any, appended: Any, stored: Any, ranges: tuple[tuple[Count, Count], ...] | None
+) -> Encoded:
+    """Split the rows of a side.
 
     Rows are encoded in the order in which they were appended: the first `q` of all `appended` rows are encoded, and
     nothing in the tail is dropped while encoded rows are left. Where position decides what lives and groups span rows,
     a group stays until its last row leaves.
     """
-    form = chain.format
-    q = form.quantized(appended)
+    q, first = form.quantized(appended), form.quantized(prompt)
     blocks = form.flushes(prompt, appended)
     if ranges is None:
         tail = smallest(stored, appended - q)
-        return stored - tail, tail, blocks
+        return Encoded(stored - tail, tail, blocks, smallest(first, stored - tail))
     unit = getattr(form, "unit", 1)
-    encoded: Any = 0
+    rows: Any = 0
     tail = 0
+    mine: Any = 0
     done: Any = 0
     for start, end in ranges:
-        first = largest(smallest(start, q) // unit * unit, done)
-        last = largest(-(-smallest(end, q) // unit) * unit, first)
-        encoded, done = encoded + last - first, last
+        low = largest(smallest(start, q) // unit * unit, done)
+        done = largest(-(-smallest(end, q) // unit) * unit, low)
+        rows, mine = rows + done - low, mine + largest(0, smallest(done, first) - low)
         tail = tail + largest(0, end - largest(start, q))
-    return encoded, tail, _live_blocks(form, prompt, q, blocks, ranges)
+    return Encoded(rows, tail, _live_blocks(form, prompt, q, blocks, ranges), mine)
 
 
 def _live_blocks(form: Format, prompt: Any, q: Any, blocks: Any, ranges: tuple[tuple[Count, Count], ...]) -> Any:
     """Blocks with a live row: the prompt's block, then those of the steps that reach into the newest range."""
     if not np.any(np.asarray(blocks) > 0):
         return blocks
-    step = getattr(form, "residual", 1) if getattr(form, "flush", "") == "all" else getattr(form, "unit", 1)
+    step = form.block_rows
     start = ranges[-1][0]
     first = form.quantized(prompt)
     held = (np.asarray(first) > 0) & ((np.asarray(start) < first) | (len(ranges) > 1))

@@ -304,6 +304,11 @@ class Correction(Part):
         """Buffers for `rows` encoded rows in `blocks` blocks."""
         return ()
 
+    @property
+    def least_block_rows(self) -> int:
+        """Rows a flushed block must have to be corrected; smaller blocks go without (only the prompt's block is larger)."""
+        return 0
+
     def encode_row_flops(self, place: Place) -> float:
         """Arithmetic to correct one row of one head when it is encoded."""
         return self.encode_flops * place.width

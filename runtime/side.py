@@ -132,9 +132,10 @@ class Side:
         if not self.encoded and not self.fixed:
             self.fixed = self.format.start(inner)
         rows = self.format.encode(inner, self.fixed)
-        if self.fixes:
+        large = [fix for fix in self.fixes if x.shape[2] >= fix.part.least_block_rows]
+        if large:
             back = self._decode(rows, torch.zeros(x.shape[2], dtype=torch.int64, device=x.device))
-            for fix in self.fixes:
+            for fix in large:
                 rows = rows | {f"{fix.part_name}.{k}": v for k, v in fix.after(inner, back).items()}
         for name, buffer in (rows | taken).items():
             if name not in self.encoded:
@@ -281,10 +282,18 @@ class Side:
         for name, buffer in self.encoded.items():
             per = self._rows_per(name)
             held = buffer.read()
-            wanted = at if per == 1 else torch.unique(at // per) if per else torch.unique(block_of[at])
+            wanted = at if per == 1 else torch.unique(at // per) if per else self._block_rows(name, held.shape[2], block_of[at])
+            wanted = wanted[wanted < held.shape[2]]  # a correction of the prompt's block alone has fewer rows
             buffer.assign(held.index_select(2, wanted.to(held.device)))
         _, sizes = torch.unique(block_of[at], return_counts=True)
         self.blocks, self.encoded_rows = sizes.tolist(), len(rows)
+
+    def _block_rows(self, name: str, held: int, blocks: Tensor) -> Tensor:
+        """Rows of a block buffer that belong to the given blocks: each covered block has as many."""
+        fix = next((f for f in self.fixes if name.startswith(f.part_name + ".")), None)
+        covered = len(self.blocks) if fix is None or self.step >= fix.part.least_block_rows else 1
+        each = held // max(covered, 1)
+        return (torch.unique(blocks)[:, None] * each + torch.arange(each)).flatten()
 
     def visible(self, ranges: list[tuple[int, int]]) -> Tensor | None:
         """Which held rows lie in `ranges`, int64 [m]; None where all do. Dead rows wait for the rest of their unit."""

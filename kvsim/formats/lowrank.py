@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsim.errors import KvsimError
-from kvsim.parts import Buffer, Correction, Format, Place, per_tokens, setting
+from kvsim.parts import Buffer, Correction, Place, per_tokens, setting
 from kvsim.workload import Count
 
 SWEEPS = 2
@@ -17,8 +16,9 @@ SWEEPS = 2
 class LowRank(Correction):
     """x - decode(encode(x)) of a flushed block is nearly A B with A (rows x r) and B (r x width), per head.
 
-    It needs blocks of more rows than the rank: a format that flushes row by row has none. Written after other
-    corrections, it approximates the error that they leave.
+    A block needs more rows than the rank, or its factors would be larger than its rows: where a format flushes fewer
+    (row by row, say) only the prompt's block is corrected. Written after other corrections, it approximates the error
+    that they leave.
     """
 
     name: ClassVar[str] = "lowrank"
@@ -33,14 +33,10 @@ class LowRank(Correction):
         """A block's B cannot be freed while one of its rows lives."""
         return False
 
-    def check_format(self, part: Format) -> None:
-        """Only formats that flush more rows at once than the rank."""
-        super().check_format(part)
-        if part.block_rows <= self.rank:
-            raise KvsimError(
-                f"lowrank: {part} encodes blocks of {part.block_rows}, and rank {self.rank} needs blocks of more rows; "
-                f"add residual=64,flush=all (or axis=channel) to {part.name}"
-            )
+    @property
+    def least_block_rows(self) -> int:
+        """One row more than the rank."""
+        return self.rank + 1
 
     def encode_row_flops(self, place: Place) -> float:
         """The error (2 a value), then two products with r columns a sweep and one more for the factors."""

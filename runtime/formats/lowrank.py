@@ -37,7 +37,8 @@ class LowRankTwin(CorrectionTwin):
             return decoded
         values, left = decoded.float(), rows["row_factors"].float()
         factors = rows["block_factors"].float().unflatten(2, (-1, self.part.rank))
-        blocks = blocks.to(decoded.device)
+        missing = values.shape[2] - left.shape[2]  # rows of blocks too small to be corrected, behind the others
+        left, blocks = pad(left, (0, 0, 0, missing)), blocks.to(decoded.device).clamp(max=factors.shape[2] - 1)
         for rank in range(self.part.rank):
             values = values + left[..., rank : rank + 1] * factors[:, :, :, rank].index_select(2, blocks)
         return finished(values, self.setting.dtype)

@@ -16,6 +16,9 @@ from kvsim.formats.nvfp4 import NvFp4
 from kvsim.formats.outliers import Outliers
 from kvsim.formats.rotated import Rotated
 from kvsim.formats.sketch import Sketch
+from kvsim.layout import layer_layout
+from kvsim.method import parse_method
+from kvsim.model import Attention, Layer
 from kvsim.parts import Place
 
 SMOL = Place("k", 3, 64, 9)  # a layer of SmolLM2-135M: 3 KV heads of 64, 9 query heads
@@ -192,20 +195,23 @@ def test_lowrank_stands_on_blocks(part):
     LowRank(rank=4).check_format(part)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        Int(bits=4),
-        Int(bits=4, residual=128),
-        Int(bits=4, axis="channel", group=4),
-        Sketch(residual=64, flush="all"),
-        Rotated(residual=4, flush="all"),
-    ],
-    ids=str,
-)
-def test_lowrank_refuses(part):
+def test_lowrank_corrects_the_prompt_alone_where_later_blocks_are_too_small():
+    # GEAR as semantics writes it: 100 prompt rows in one block, then 20 rows one by one
+    smol = Layer(Attention("full", 9, 3, 64, 64))
+    layout = layer_layout(smol, parse_method("int(bits=2)+outliers(0.02)+lowrank(4)"), 100, 20, 16)
+    held = {b.name: b.bytes for b in layout.buffers}
+    # A: 3 heads x 100 rows x 4 x 2 B; B: 3 heads x 1 block x 4 x 64 x 2 B; ceil(0.02 x 64) = 2 outliers in all 120 rows
+    assert held["k.lowrank.row_factors"] == 2400
+    assert held["k.lowrank.block_factors"] == 1536
+    assert held["k.outliers.values"] == 3 * 120 * 2 * 2
+    # a prompt of 4 rows has no error of rank 4 worth keeping
+    small = layer_layout(smol, parse_method("int(bits=2)+lowrank(4)"), 4, 20, 16)
+    assert all(b.bytes == 0 for b in small.buffers if "lowrank" in b.name)
+
+
+def test_lowrank_needs_values_back():
     with pytest.raises(KvsimError, match="lowrank"):
-        LowRank(rank=4).check_format(part)
+        LowRank(rank=4).check_format(Sketch(residual=64, flush="all"))
 
 
 def test_outliers_need_values_back():
