@@ -42,9 +42,10 @@ class CpTwin(BasisTwin):
 
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
         """Rows of A by least squares on the Khatri-Rao product of B and C as they are held, [B, 1, n, r]."""
-        matrix = joined(self.maps({name: wide(factor) for name, factor in fixed.items()}))
-        products, normal = wide(joined(x)) @ matrix.mT, matrix @ matrix.mT
-        return solve_normal(products, normal, torch.finfo(self.setting.dtype).eps).to(self.setting.dtype)
+        matrix = joined(self.maps({name: factor.double() for name, factor in fixed.items()}))
+        products, normal = joined(x).double() @ matrix.mT, matrix @ matrix.mT
+        # a direction weaker than the strongest by more than the rounding of coefficients would return mostly rounding
+        return solve_normal(products, normal, torch.finfo(self.setting.dtype).eps ** 2).to(self.setting.dtype)
 
     def maps(self, fixed: Tensors) -> Tensor:
         """diag(B[h]) C^T of each head."""
