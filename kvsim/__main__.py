@@ -1,0 +1,5 @@
+"""`python -m kvsim` is the program `kvsim`."""
+
+from kvsim.cli import main
+
+main()

@@ -1,0 +1,91 @@
+"""The commands that need torch: calibrate, measure, quality, validate; `validate --against` a file does not."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+
+import click
+
+from kvsim.cli_options import print_json
+from kvsim.errors import KvsimError
+
+INSTALL = "pip install 'kvsim[runtime]'"
+_ANY = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def hand_over(name: str, args: list[str]) -> None:
+    """Run the command of this name that `runtime` brings; KvsimError in one line where it is not there."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise KvsimError(f"{name} runs models and needs the runtime extra: {INSTALL}")
+    if find_spec(f"runtime.{name}") is None:
+        raise KvsimError(f"{name} is not part of this release of kvsim; it comes with a later one")
+    command = import_module(f"runtime.{name}").command
+    command.main(args, prog_name=f"kvsim {name}", standalone_mode=False)
+
+
+def _rest(ctx: click.Context) -> list[str]:
+    """What stands on the line after the command's own options."""
+    return list(ctx.args)
+
+
+@click.command("calibrate", context_settings=_ANY, help="Measure this device and write its profile (runtime extra).")
+@click.pass_context
+def calibrate_command(ctx: click.Context) -> None:
+    """Hand over to `runtime`."""
+    hand_over("calibrate", _rest(ctx))
+
+
+@click.command("measure", context_settings=_ANY, help="Run a method on a model and measure it (runtime extra).")
+@click.pass_context
+def measure_command(ctx: click.Context) -> None:
+    """Hand over to `runtime`."""
+    hand_over("measure", _rest(ctx))
+
+
+@click.command("quality", context_settings=_ANY, help="Measure what a method costs a model (runtime extra).")
+@click.pass_context
+def quality_command(ctx: click.Context) -> None:
+    """Hand over to `runtime`."""
+    hand_over("quality", _rest(ctx))
+
+
+@click.command("validate", context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Path(),
+    metavar="CSV",
+    help="Measured kernel times to compare with; needs no torch.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[CSV]...")
+def validate_command(against: tuple[str, ...], as_json: bool, more: tuple[str, ...]) -> None:
+    """Say how far predictions are from measurements: from files, or by measuring here (runtime extra)."""
+    if not against:
+        hand_over("validate", [*(["--json"] if as_json else []), *more])
+        return
+    wrong = next((word for word in more if word.startswith("-")), None)
+    if wrong is not None:
+        raise KvsimError(f"validate: no option {wrong!r}; `kvsim validate --help` lists them")
+    from kvsim.accuracy import evaluate, summary, table_lines
+
+    files = (*against, *more)
+    tables = {}
+    for path in files:
+        if len(files) > 1 and sys.stderr.isatty():
+            click.echo(f"reading {path}", err=True)
+        tables[path] = evaluate(path)
+    if as_json:
+        print_json(
+            {"files": [{"file": p, "summary": summary(r), "rows": [asdict(x) for x in r]} for p, r in tables.items()]}
+        )
+        return
+    for path, rows in tables.items():
+        click.echo(path)
+        click.echo("\n".join(table_lines(rows)) + "\n")
+
+
+COMMANDS = (validate_command, calibrate_command, measure_command, quality_command)
