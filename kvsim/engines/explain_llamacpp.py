@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvsim.engines.explain import Finding, Line, written
 from kvsim.engines.llamacpp_layers import plan
-from kvsim.engines.llamacpp_log import KEYWORDS, Context, Print, Value, contexts
+from kvsim.engines.llamacpp_log import KEYWORDS, Context, Print, contexts
 from kvsim.engines.llamacpp_types import BLOCKS
+from kvsim.engines.llamacpp_widths import (
+    MIB,
+    Widths,
+    a_value,
+    bytes_of,
+    cuda_tail,
+    explanations,
+    layer_widths,
+    recurrent_layers,
+    side_widths,
+)
 from kvsim.model import ModelSpec
 
 __all__ = ["KEYWORDS", "findings"]
-MIB = 2**20
 SIZES = {"KiB": 2**10, "MiB": 2**20, "MB": 2**20, "GiB": 2**30}  # llama.cpp's "MB" of 2023 was MiB
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Values a token of all the cache's layers together on each side, and where that came from."""
-
-    k: int
-    v: int
-    layers: int
-    why: str
 
 
 def findings(lines: Sequence[Line], model: ModelSpec | None) -> list[Finding]:
@@ -71,7 +69,7 @@ class _Reader:
     def _self(self, item: Print) -> list[Finding]:
         size, unit, type_k, k, type_v, v = item.groups
         rows = self.context.get("n_ctx")
-        options = self._widths("kv", self.context.get("n_layer") or 0)
+        options = self._widths("kv", self.context.get("n_layer"))
         if rows is None:
             return self._finding(item, "KV cache", size, None, "the log does not say n_ctx", unit=unit or "MiB")
         types = (type_k or self.context.types.get("k", "f16"), type_v or self.context.types.get("v", "f16"))
@@ -84,15 +82,15 @@ class _Reader:
         if not options or type_k not in BLOCKS or type_v not in BLOCKS:
             lacks = "the log does not say the width of K and V: give --model" if not options else "unknown cache type"
             return self._finding(item, name, size, None, lacks)
-        sums = [(_bytes(w.k, type_k) * rows / MIB, _bytes(w.v, type_v) * rows / MIB, w) for w in options]
+        sums = [(bytes_of(w.k, type_k) * rows / MIB, bytes_of(w.v, type_v) * rows / MIB, w) for w in options]
         best = next((s for s in sums if size is not None and written(s[0] + s[1], size) == size), sums[0])
         side_k, side_v, w = best
         rule = f"{w.why}; {rows} cells; K {type_k}, V {type_v}"
-        hints = _hints(float(size or 0), w, rows, (type_k, type_v), self.context)
+        hints = explanations(float(size or 0), w, rows, (type_k, type_v), self.context)
         unit = item.groups[1] if item.kind == "self" and item.groups[1] else "MiB"
         found = self._finding(item, name, size, side_k + side_v, rule, unit=unit, hints=hints)
-        found += self._finding(item, name + " K", k, side_k, f"cells x {w.k} values x {_per(type_k)}", hints=hints)
-        found += self._finding(item, name + " V", v, side_v, f"cells x {w.v} values x {_per(type_v)}", hints=hints)
+        found += self._finding(item, name + " K", k, side_k, f"cells x {w.k} values x {a_value(type_k)}", hints=hints)
+        found += self._finding(item, name + " V", v, side_v, f"cells x {w.v} values x {a_value(type_v)}", hints=hints)
         return found
 
     def _buffer(self, item: Print) -> list[Finding]:
@@ -104,9 +102,9 @@ class _Reader:
             return self._finding(item, name, size, None, "the log does not say the cells and widths of this cache")
         rows, types, options = shape
         for w in options:
-            one = (_bytes(w.k, types[0]) + _bytes(w.v, types[1])) * rows / MIB / max(1, w.layers)
+            one = (bytes_of(w.k, types[0]) + bytes_of(w.v, types[1])) * rows / MIB / max(1, w.layers)
             if str(device).startswith(("CUDA", "ROCm")):
-                one += (_tail(w.k // w.layers, types[0]) + _tail(w.v // w.layers, types[1])) / MIB
+                one += (cuda_tail(w.k // w.layers, types[0]) + cuda_tail(w.v // w.layers, types[1])) / MIB
             count = round(float(size or 0) / one) if one else 0
             rule = f"{count} of {w.layers} layers, {one:.3f} MiB each"
             if count <= w.layers and size is not None and written(count * one, size) == size:
@@ -124,18 +122,18 @@ class _Reader:
                 rows, types = int(cells or 0) * int(streams or 1), (type_k or "f16", type_v or "f16")
                 return (rows, types, options) if options and set(types) <= set(BLOCKS) else None
             if other.kind == "self":
-                options = self._widths("kv", self.context.get("n_layer") or 0)
+                options = self._widths("kv", self.context.get("n_layer"))
                 types = (other.groups[2] or "f16", other.groups[4] or "f16")
                 context = self.context.get("n_ctx")
                 return (context, types, options) if options and context and set(types) <= set(BLOCKS) else None
         known = self.context.cells.get(item.role) or self.context.get("n_ctx")
-        options = self._widths(item.role, 0)
+        options = self._widths(item.role, None)
         types = (self.context.types.get("k", "f16"), self.context.types.get("v", "f16"))
         return (known, types, options) if known and options and set(types) <= set(BLOCKS) else None
 
     def _required(self, item: Print) -> list[Finding]:
         size, unit = item.groups
-        rows, options = self.context.get("n_ctx"), self._widths("kv", self.context.get("n_layer") or 0)
+        rows, options = self.context.get("n_ctx"), self._widths("kv", self.context.get("n_layer"))
         if rows is None or not options:
             lacks = "the log lacks --ctx-size or the model's widths"
             return self._finding(item, "memory.required.kv", size, None, lacks, unit=unit or "")
@@ -154,6 +152,13 @@ class _Reader:
             base = total
         if base is None:
             return []
+        if context.get("swa_full") and item.role == "SWA":
+            return self._finding(item, name + " cells", str(cells), base, "--swa-full: all of n_ctx", unit="cells")
+        if item.role.startswith("DSV4"):
+            ratio = 128 if "HCA" in item.role else 4
+            blocks = -(-(context.get("n_ctx_seq") or base) // ratio)
+            rule = f"one row a {ratio} tokens of a slot, padded to 256"
+            return self._finding(item, name + " cells", str(cells), -(-blocks // 256) * 256, rule, unit="cells")
         if item.role != "SWA":
             fits = ((-(-base // pad) * pad, pad) for pad in (256, 32, 1))
             value, pad = next(((c, p) for c, p in fits if c == cells), (-(-base // 256) * 256, 256))
@@ -180,13 +185,18 @@ class _Reader:
 
     # -- widths
 
-    def _widths(self, role: str, layers: int) -> list[Widths]:
+    def _widths(self, role: str, layers: int | None) -> list[Widths]:
         """What the layers of a cache may store, the likeliest first: from the log's facts, else from the model."""
-        if role == "indexer" or role.startswith("DSV4"):
-            return self._of_model(role)
         facts, context = self.context.model, self.context
+        if layers == 0:
+            return [Widths(0, 0, 0, "no layers")]
+        if role == "indexer" or role.startswith("DSV4"):
+            rows = "DSV4 CSA" in role or "DSV4 HCA" in role
+            one = context.get("n_embd_head_k" if rows else "n_index")
+            why = f"{layers} layers x {one} values, K only"
+            return [Widths(one * layers, 0, layers, why)] if one and layers else self._of_model(role)
         latent, rope = context.get("n_lora_kv"), context.get("n_rot")
-        heads_k, heads_v = _pair(facts)
+        heads_k, heads_v = side_widths(facts)
         found: list[Widths] = []
         if latent and layers:
             width = latent + (rope or 64)
@@ -194,7 +204,10 @@ class _Reader:
             found += [Widths(width * layers, 0, layers, f"{layers} layers x {width} values, K only (MLA)"),
                       Widths(width * layers, latent * layers, layers, both)]  # fmt: skip
         if heads_k is not None and heads_v is not None:
-            found += _choose(heads_k, heads_v, layers, context.get("n_layer") or 0)
+            chosen = layer_widths(heads_k, heads_v, layers or 0, context.get("n_layer") or 0)
+            if context.get("k_only"):
+                chosen = [Widths(w.k, 0, w.layers, f"{w.layers} layers, {w.k} values of K only") for w in chosen]
+            found += chosen
         return found or self._of_model(role)
 
     def _of_model(self, role: str) -> list[Widths]:
@@ -202,6 +215,9 @@ class _Reader:
             return []
         split = plan(self.model, True, False, role in ("SWA", "non-SWA"))
         rows = {"SWA": split.windowed, "indexer": split.indexer}.get(role, split.full)
+        for kind, word in (("csa", "CSA"), ("hca", "HCA"), ("indexer", "lightning")):
+            if f"DSV4 {word}" in role:
+                rows = next((found for name, _, found in split.compressed if name == kind), ())
         if not rows:
             return []
         k, v = sum(r.k for r in rows), sum(r.v for r in rows)
@@ -238,7 +254,7 @@ class _Reader:
     def _state_values(self) -> tuple[int, int, int] | None:
         get = self.context.get
         inner, state, conv = get("ssm_d_inner"), get("ssm_d_state"), get("ssm_d_conv")
-        layers = _recurrent_layers(self.context)
+        layers = recurrent_layers(self.context)
         if inner and state and conv and layers:
             r = (conv - 1) * (inner + 2 * (get("ssm_n_group") or 0) * state)
             return layers * r, layers * state * inner, layers
@@ -246,82 +262,3 @@ class _Reader:
             return None
         found = plan(self.model, True, False, True).recurrent
         return (sum(x[1] for x in found), sum(x[2] for x in found), len(found)) if found else None
-
-
-def _bytes(values: int, kind: str) -> float:
-    block, size = BLOCKS[kind]
-    return values * size / block
-
-
-def _tail(width: int, kind: str) -> float:
-    """Bytes that the CUDA backend adds to a quantized tensor whose rows are not whole blocks of 512 values."""
-    return _bytes(-width % 512, kind) if BLOCKS[kind][0] > 1 else 0
-
-
-def _per(kind: str) -> str:
-    block, size = BLOCKS[kind]
-    return f"{size} bytes" if block == 1 else f"{size}/{block} bytes"
-
-
-def _pair(facts: dict[str, Value]) -> tuple[Value | None, Value | None]:
-    """Widths a layer of K and V: printed, or KV heads times head width, or 2023's embedding width."""
-    if "n_embd_k_gqa" in facts and "n_embd_v_gqa" in facts:
-        return facts["n_embd_k_gqa"], facts["n_embd_v_gqa"]
-    heads = facts.get("n_head_kv", facts.get("n_head"))
-    queries, embd = facts.get("n_head"), facts.get("n_embd")
-    default = embd // queries if isinstance(embd, int) and isinstance(queries, int) and queries else None
-    k, v = facts.get("n_embd_head_k", default), facts.get("n_embd_head_v", default)
-    if heads is None or not isinstance(k, int) or not isinstance(v, int):
-        return None, None
-    if isinstance(heads, int):
-        return heads * k, heads * v
-    return tuple(h * k for h in heads), tuple(h * v for h in heads)
-
-
-def _choose(k: Value, v: Value, layers: int, total: int) -> list[Widths]:
-    """The widths of `layers` layers out of the model's (0: all that store something)."""
-    if isinstance(k, int) and isinstance(v, int):
-        count = layers or total
-        return [Widths(k * count, v * count, count, f"{count} layers x ({k} + {v}) values")] if count else []
-    size = max(len(x) for x in (k, v) if isinstance(x, tuple))
-    pairs = list(zip(*(x if isinstance(x, tuple) else (x,) * size for x in (k, v)), strict=False))
-    owning = [p for p in pairs if p[0]]
-    if layers in (0, len(owning)):
-        why = f"the {len(owning)} of {len(pairs)} layers that store K and V"
-        return [Widths(sum(p[0] for p in owning), sum(p[1] for p in owning), len(owning), why)]
-    return [Widths(p[0] * layers, p[1] * layers, layers, f"{layers} layers x ({p[0]} + {p[1]}) values")
-            for p, count in sorted(Counter(owning).items(), key=lambda item: abs(item[1] - layers))]  # fmt: skip
-
-
-def _recurrent_layers(context: Context) -> int | None:
-    """How many layers keep a state: those without KV heads, or what the attention interval leaves."""
-    total, heads = context.get("n_layer"), context.model.get("n_head_kv", context.model.get("n_embd_k_gqa"))
-    if isinstance(heads, tuple):
-        return sum(1 for h in heads if h == 0)
-    interval = context.get("full_interval")
-    if total and interval:
-        return total - total // interval
-    return None
-
-
-def _hints(printed: float, w: Widths, rows: int, types: tuple[str, str], context: Context) -> tuple[str, ...]:
-    """Inputs that would make the printed size: other types, other layer counts, other cells, query heads."""
-    hints = []
-    for k in BLOCKS:
-        for v in sorted({k, types[1]}):
-            if (k, v) != types and abs((_bytes(w.k, k) + _bytes(w.v, v)) * rows / MIB - printed) < 0.006:
-                hints.append(f"types K {k}, V {v}")
-    whole = (_bytes(w.k, types[0]) + _bytes(w.v, types[1])) * rows / MIB
-    if whole <= 0 or printed <= 0:
-        return tuple(hints[:2])
-    count = printed / whole * w.layers
-    if abs(count - round(count)) < 1e-3 and round(count) != w.layers:
-        why = "others slide, share or are recurrent"
-        hints.append(f"{round(count)} layers that own a cache instead of {w.layers} ({why})")
-    cells = printed / whole * rows
-    if abs(cells - round(cells)) < 1e-2 and round(cells) % 32 == 0:
-        hints.append(f"{round(cells)} cells instead of {rows}")
-    heads, kv = context.get("n_head"), context.get("n_head_kv")
-    if heads and kv and heads != kv and abs(printed / whole - heads / kv) < 1e-3:
-        hints.append("all query heads stored instead of the KV heads")
-    return tuple(hints[:4])

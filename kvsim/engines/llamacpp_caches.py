@@ -141,7 +141,10 @@ def refusals(found: Plan, setup: Setup) -> list[str]:
         for k_head, v_head in sorted({(r.k_head, r.v_head if r.v else 0) for r in (*rows, *found.indexer)}):
             check_head(type_k, k_head, "type_k")
             check_head(type_v, v_head, "type_v")
+    notes = []
+    if type_k != type_v and rows and not any(r.v for r in rows):
+        notes.append(f"a K-only cache: llama.cpp wants the same type named for both sides, -ctk {type_k} -ctv {type_k}")
     odd = sorted({r.k_head for r in rows} - set(CUDA_HEADS))
     if setup.flash and odd and quantized(type_v):
-        return [f"heads of {odd[0]} have no flash attention on CUDA: there a quantized V is refused at start-up"]
-    return []
+        notes.append(f"heads of {odd[0]} have no flash attention on CUDA: there a quantized V is refused at start-up")
+    return notes

@@ -51,7 +51,7 @@ METAS = {
     "attention.sliding_window": "n_swa", "attention.kv_lora_rank": "n_lora_kv", "rope.dimension_count": "n_rot",
     "ssm.conv_kernel": "ssm_d_conv", "ssm.inner_size": "ssm_d_inner", "ssm.state_size": "ssm_d_state",
     "ssm.group_count": "ssm_n_group", "full_attention_interval": "full_interval",
-    "attention.shared_kv_layers": "shared_layers", "nextn_predict_layers": "n_nextn", "context_length": "n_ctx_train",
+    "attention.indexer.key_length": "n_index", "nextn_predict_layers": "n_nextn", "context_length": "n_ctx_train",
 }  # fmt: skip
 Value = int | tuple[int, ...]
 
@@ -116,6 +116,8 @@ def _read(line: Line, context: Context) -> None:
         context.prints.append(Print(kind, line.number, (part.group(1), part.group(3)), context.role))
     elif made:
         context.role = made.group(1).strip()
+        if context.role.startswith("DSV4"):
+            context.facts["k_only"] = 1
         if made.group(2):
             context.cells[context.role] = int(made.group(2))
     else:
@@ -125,6 +127,8 @@ def _read(line: Line, context: Context) -> None:
 def _read_facts(text: str, context: Context) -> None:
     for found in re.finditer(r"type_([kv]) = '(\w{1,12})'", text):
         context.types[found.group(1)] = found.group(2)
+    if "using full-size SWA cache" in text:
+        context.facts["swa_full"] = 1
     build, asked, meta, fact = (p.search(text) for p in (BUILD, ASKED, META, FACT))
     if build:
         context.model["build"] = int(build.group(1))
