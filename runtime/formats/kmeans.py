@@ -117,8 +117,9 @@ def _range(x: Tensor) -> tuple[Tensor, Tensor]:
 def kmeans_1d(samples: Tensor, weights: Tensor, count: int) -> Tensor:
     """Ascending centroids [units, count] of samples and weights [units, n]: Lloyd's algorithm on sorted data.
 
-    Started at the weighted quantiles. A step costs count * log n look-ups a unit, since a cluster of sorted samples is
-    a slice and its mean a difference of running sums; so all channels of a layer take well under a second.
+    It starts where centroids of many levels lie, their density going with the cube root of that of the samples
+    (Panter and Dite 1951). A cluster of sorted samples is a slice and its mean a difference of running sums, so that
+    a step costs count * log n look-ups a unit, and all channels of a layer take about a second.
     """
     order = samples.argsort(-1)
     values, mass = samples.gather(-1, order).double(), weights.gather(-1, order).double()
@@ -126,8 +127,10 @@ def kmeans_1d(samples: Tensor, weights: Tensor, count: int) -> Tensor:
         raise KvsimError("kmeans: weights must be 0 or more and not all zero in a codebook's samples")
     none = values.new_zeros(len(values), 1)
     total, moment = torch.cat((none, mass.cumsum(-1)), -1), torch.cat((none, (mass * values).cumsum(-1)), -1)
+    gaps = torch.cat((none, values.diff(dim=-1)), -1)
+    reach = ((mass + mass.roll(1, -1)).pow(1 / 3) * gaps.pow(2 / 3)).cumsum(-1)
     shares = (torch.arange(count, device=samples.device, dtype=values.dtype) + 0.5) / count
-    at = torch.searchsorted(total[:, 1:].contiguous(), total[:, -1:] * shares)
+    at = torch.searchsorted(reach, reach[:, -1:] * shares)
     centers = values.gather(-1, at.clamp(max=values.shape[1] - 1))
     for _ in range(SWEEPS):
         cuts = torch.searchsorted(values, ((centers[:, 1:] + centers[:, :-1]) / 2).contiguous())

@@ -21,7 +21,7 @@ class MixedTwin(FormatTwin):
     part: Mixed
 
     def start(self, x: Tensor) -> Tensors:
-        """Widths [B, H, 1, groups]: for each head the least sum of spread / (2^b - 1)^2 that keeps the mean, exactly."""
+        """Widths [B, H, 1, groups]: for each head exactly the least sum of spread / (2^b - 1)^2 within the mean."""
         if self.part.by == "variance":
             spread = self._spread(x.float(), None)
         else:
