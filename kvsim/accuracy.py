@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.coefficients import Coefficient
 from kvsim.cost import attention_seconds, matmul_seconds
+from kvsim.fitting import trusted
 from kvsim.measured import Table, device_of, read_table
 from kvsim.seconds import Seconds
 
@@ -22,6 +23,7 @@ class Row:
 
     error: median of |predicted / measured - 1|; mean_error its mean; coverage: share of rows inside the 90% interval;
     like_llm: rows of shapes that language models use (decode only), llm_error their median error (None: no such rows).
+    trusted: False for rows that contradict the datasheet or come from a table known to be wrong; reported apart.
     """
 
     device: str
@@ -36,6 +38,7 @@ class Row:
     llm_error: float | None
     llm_coverage: float | None
     coefficients: str
+    trusted: bool = True
 
 
 def predicted(table: Table, gpu: str, kernel: str, format: str, own: tuple[Coefficient, ...] = ()) -> Seconds:
@@ -81,21 +84,27 @@ def evaluate(path: str | Path) -> list[Row]:
 
 def evaluate_table(table: Table, own: tuple[Coefficient, ...] = ()) -> list[Row]:
     """The same for rows already read; `own` replaces every device's coefficients."""
-    found = []
-    for (gpu, kernel, format), rows in table.groups():
-        answer = predicted(rows, gpu, kernel, format, own)
-        error = np.abs(answer.seconds / rows.seconds - 1.0)
-        inside = (answer.low <= rows.seconds) & (rows.seconds <= answer.high)
-        llm = like_llm(rows)
-        some = bool(llm.any())
-        found.append(Row(gpu, kernel, format, table.op, len(rows), float(np.median(error)), float(np.mean(error)),
-                         float(np.mean(inside)), int(llm.sum()), float(np.median(error[llm])) if some else None,
-                         float(np.mean(inside[llm])) if some else None, answer.coefficients))
-    return found
+    keep = trusted(table)
+    return [_row(key, rows, own, good) for good in (True, False) if (keep == good).any()
+            for key, rows in table.where(keep == good).groups()]
+
+
+def _row(key: tuple[str, str, str], rows: Table, own: tuple[Coefficient, ...], good: bool) -> Row:
+    answer = predicted(rows, *key, own=own)
+    error = np.abs(answer.seconds / rows.seconds - 1.0)
+    inside = (answer.low <= rows.seconds) & (rows.seconds <= answer.high)
+    llm = like_llm(rows)
+    some = bool(llm.any())
+    return Row(*key, rows.op, len(rows), float(np.median(error)), float(np.mean(error)), float(np.mean(inside)),
+               int(llm.sum()), float(np.median(error[llm])) if some else None,
+               float(np.mean(inside[llm])) if some else None, answer.coefficients, good)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Medians over groups: error, coverage, and the error over rows like a language model's."""
+    """Over groups of trusted rows: median error, mean coverage, median error over rows like a language model's."""
+    rows = [r for r in rows if r.trusted]
+    if not rows:
+        return {"error": None, "coverage": None, "llm_error": None}
     llm = [r.llm_error for r in rows if r.llm_error is not None]
     return {"error": float(np.median([r.error for r in rows])), "coverage": float(np.mean([r.coverage for r in rows])),
             "llm_error": float(np.median(llm)) if llm else None}
@@ -108,9 +117,10 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 
     lines = [f"{'device':20} {'kernel':42} {'format':9} {'rows':>6} {'error':>7} {'in 90%':>7} {'LLM':>5} {'error':>7}"]
     for r in rows:
+        note = "" if r.trusted else "  not trusted"
         lines.append(f"{r.device[:20]:20} {r.kernel[-42:]:42} {r.format[:9]:9} {r.rows:6d} {percent(r.error)} "
-                     f"{percent(r.coverage)} {r.like_llm:5d} {percent(r.llm_error)}")
+                     f"{percent(r.coverage)} {r.like_llm:5d} {percent(r.llm_error)}{note}")
     total = summary(rows)
-    lines.append(f"{'median over groups':72} {'':6} {percent(total['error'])} {percent(total['coverage'])} {'':5} "
+    lines.append(f"{'median over groups':73} {'':6} {percent(total['error'])} {percent(total['coverage'])} {'':5} "
                  f"{percent(total['llm_error'])}")
     return lines

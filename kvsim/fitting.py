@@ -179,7 +179,7 @@ def trusted(table: Table) -> NDArray[np.bool_]:
         rate = moved / table.seconds[rows]
         far = moved > 4.0 * (device.last_level_cache_bytes or 0)
         keep[rows] = ~(far & (rate > 1.05 * device.bandwidth_bytes_per_s))
-        if device.name.startswith("a100") and kernel_family(kernel)[0] == "trtllm":
+        if device.name.lower().startswith("a100") and kernel_family(kernel)[0] == "trtllm":
             keep[rows] = False
     return keep
 

@@ -1,0 +1,118 @@
+"""Fitting: known numbers come back, unseen shapes are predicted, distrusted rows stay out, files read back."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsim.coefficients import BOUNDS, Coefficient, family_coefficients, parse_coefficients
+from kvsim.families import carried_spreads, fit_family, lent, written
+from kvsim.fitting import fit, predictor, quantiles, trusted
+from kvsim.lending import LENDERS
+from kvsim.measured import Table, device_of, read_table
+
+DATA = Path(__file__).parent.parent / "data" / "measured"
+
+
+def group(table: Table, gpu: str, kernel: str, format: str) -> Table:
+    names = np.array([kernel in str(k) for k in table.kernel])
+    return table.where((table.gpu == gpu) & names & (table.format == format))
+
+
+def errors(table: Table, c: Coefficient) -> np.ndarray:
+    return np.abs(predictor(table)(c)[0] / table.seconds - 1)
+
+
+def blocks(table: Table, *names: str) -> np.ndarray:
+    """A number for each block of shapes, so that whole blocks can be held out."""
+    key = sum(table.sizes[n] * prime for n, prime in zip(names, (7919, 104729, 15485863), strict=False))
+    return key % 997 % 3 == 0
+
+
+def test_known_numbers_come_back() -> None:
+    rows = group(read_table(DATA / "decode_attention.csv"), "h100_sxm", "fa3", "bf16")
+    true = Coefficient("decode", "x/x", "bf16", t0_s=9e-6, bandwidth_share=0.8, flops_share=0.2, wave_s=2e-6,
+                       element_rates=((64, 8.0), (128, 8.0), (256, 8.0)), slots=1.5, max_splits=64.0, split_s=2e-6)
+    made = replace(rows, seconds=predictor(rows)(true)[0])
+    found = fit(made, "x/x", "bf16")
+    assert np.median(errors(made, found)) < 0.01
+    assert found.t0_s == pytest.approx(9e-6, rel=0.05)
+    assert found.bandwidth_share == pytest.approx(0.8, rel=0.05)
+    assert found.wave_s == pytest.approx(2e-6, rel=0.2)
+    assert found.devices == ("H100-SXM5-80GB",)
+    assert found.rows == len(rows)
+
+
+def test_a_tenth_of_nonsense_hardly_moves_a_fit() -> None:
+    rows = group(read_table(DATA / "matrix_products.csv"), "h100_sxm", "nn.functional.linear", "bf16")
+    clean = fit(rows, "*", "bf16")
+    wrong = rows.seconds.copy()
+    wrong[::10] *= 20
+    spoilt = fit(replace(rows, seconds=wrong), "*", "bf16")
+    assert np.median(np.abs(np.log(predictor(rows)(spoilt)[0] / predictor(rows)(clean)[0]))) < 0.05
+
+
+@pytest.mark.parametrize(("file", "who", "names", "limit"), [
+    ("decode_attention.csv", ("h100_sxm", "fa3", "bf16"), ("n_heads", "n_kv_heads", "batch"), 0.12),
+    ("prefill_attention.csv", ("gb300", "trtllm_mha", "bf16"), ("n_heads", "n_kv_heads", "batch"), 0.12),
+    ("matrix_products.csv", ("h100_sxm", "nn.functional.linear", "bf16"), ("n", "m"), 0.12),
+])
+def test_held_out_blocks_of_shapes(file: str, who: tuple, names: tuple, limit: float) -> None:
+    rows = group(read_table(DATA / file), *who)
+    out = blocks(rows, *names)
+    assert 20 < out.sum() < len(rows) / 2
+    c = fit(rows.where(~out), "x/x", "bf16")
+    assert np.median(errors(rows.where(out), c)) < limit
+
+
+def test_fitted_numbers_stay_inside_physics() -> None:
+    for family in ("ampere-dc", "hopper", "blackwell-dc", "blackwell-gddr", "xe"):
+        for c in family_coefficients(family):
+            for name, (low, high) in BOUNDS.items():
+                assert low <= getattr(c, name) <= high, (c.key, name)
+            assert c.bandwidth_share <= 1.0
+
+
+def test_rows_to_distrust() -> None:
+    table = read_table(DATA / "decode_attention.csv")
+    row = table.where((table.gpu == "a100_sxm") & (table.sizes["batch"] * table.sizes["seq"] > 200_000)).where([0])
+    impossible = replace(row, seconds=row.seconds / 100)
+    trt = replace(row, kernel=np.array(["trtllm-1.0.0/torch_flow"]))
+    assert trusted(row).tolist() == [True]
+    assert trusted(impossible).tolist() == [False]
+    assert trusted(trt).tolist() == [False]
+    assert trusted(replace(impossible, op="prefill")).tolist() == [True]
+
+
+def test_quantiles_leave_room() -> None:
+    assert quantiles(np.zeros(10)) == (-0.02, 0.0, 0.02)
+    low, mid, high = quantiles(np.linspace(-1, 1, 201))
+    assert (low, mid, high) == pytest.approx((-0.9, 0.0, 0.9))
+
+
+def test_what_is_written_reads_back() -> None:
+    for family in ("hopper", "ada", "cpu"):
+        rows = list(family_coefficients(family))
+        assert list(parse_coefficients(tomllib.loads(written(family, rows)), family)) == rows
+
+
+@pytest.mark.slow
+def test_a_family_from_rows_to_file_and_to_the_families_that_borrow() -> None:
+    tables = []
+    for file in ("decode_attention.csv", "prefill_attention.csv", "matrix_products.csv"):
+        table = read_table(DATA / file)
+        tables.append(table.where(np.isin(table.gpu, ["h100_sxm", "rtx_pro_6000_server"])))
+    measured = {family: fit_family(tables, family) for family in ("hopper", "blackwell-gddr")}
+    keys = {c.key for c in measured["hopper"]}
+    assert ("decode", "vllm/fa3", "fp8") in keys
+    assert ("matmul", "*", "bf16") in keys
+    assert ("matmul", "trtllm/*", "fp8") in keys
+    assert next(c for c in measured["hopper"] if c.op == "decode").kernel == "vllm/fa3"
+    spreads = carried_spreads(tables, measured)
+    for c in lent(measured["blackwell-gddr"], LENDERS["ada"], "ada", spreads):
+        assert c.borrowed == "blackwell-gddr"
+        assert c.log_error[0] <= -0.1
+        assert c.log_error[2] >= 0.1
+    assert device_of("b60").name == "Arc-Pro-B60"
