@@ -32,7 +32,7 @@ def preset_rows() -> list[dict[str, Any]]:
 
 def device_rows() -> list[dict[str, Any]]:
     """One row a shipped device."""
-    return [_device(load_device(name)) for name in devices()]
+    return [{**_device(load_device(stem)), "name": stem} for stem in devices()]
 
 
 def model_rows() -> list[dict[str, Any]]:
@@ -143,6 +143,7 @@ def _device(profile: HardwareProfile) -> dict[str, Any]:
     return {
         "kind": "device",
         "name": profile.name,
+        "full_name": profile.name,
         "vendor": profile.vendor,
         "architecture": profile.architecture,
         "family": profile.family,

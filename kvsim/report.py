@@ -39,25 +39,44 @@ def table(out: Console, columns: Sequence[Column], rows: Iterable[Sequence[Any]]
     """Print rows under their heads; text folds where it must, nothing is cut off. A Text cell keeps its style."""
     shown = [[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row] for row in rows]
     kept = _that_fit(out.width, columns, shown)
-    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
-    for i in kept:
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+    )
+    for i in kept.indices:
         c = columns[i]
-        made.add_column(c.head, justify="right" if c.right else "left", overflow="fold", no_wrap=not c.fold)
+        fixed = not (c.fold or kept.squeezed)
+        made.add_column(c.head, justify="right" if c.right else "left", overflow="fold", no_wrap=fixed)
     for row in shown:
-        made.add_row(*(row[i] for i in kept))
+        made.add_row(*(row[i] for i in kept.indices))
+    out.print()
     out.print(made)
+    out.print()
 
 
-def _that_fit(width: int, columns: Sequence[Column], rows: Sequence[Sequence[Text]]) -> list[int]:
-    """Indices of the columns to print: optional ones go, last first, until the rest is not wider than the console."""
+@dataclass(frozen=True)
+class _Kept:
+    """Columns to print, and whether even they are too wide to keep each on one line."""
+
+    indices: tuple[int, ...]
+    squeezed: bool
+
+
+def _that_fit(width: int, columns: Sequence[Column], rows: Sequence[Sequence[Text]]) -> _Kept:
+    """Optional columns go, last first, until the rest is not wider than the console."""
     widths = [max([len(c.head), *(row[i].cell_len for row in rows)]) + 2 for i, c in enumerate(columns)]
     # A folding column may shrink to about a third of a narrow console before others have to go.
-    needed = [min(w, max(24, width // 3)) if c.fold else w for w, c in zip(widths, columns, strict=True)]
+    needed = [min(w, max(24, width // 4)) if c.fold else w for w, c in zip(widths, columns, strict=True)]
     kept = list(range(len(columns)))
     for i in reversed(range(len(columns))):
         if columns[i].optional and sum(needed[k] for k in kept) > width:
             kept.remove(i)
-    return kept
+    return _Kept(tuple(kept), sum(needed[k] for k in kept) > width)
 
 
 def say(out: Console, text: str, style: str = "", indent: int = 0) -> None:
@@ -74,12 +93,11 @@ def say(out: Console, text: str, style: str = "", indent: int = 0) -> None:
 
 
 def size(value: Any) -> str:
-    """Bytes in the largest binary unit that keeps a whole part: `16.0 GiB`, `512 MiB`, `80 KiB`."""
+    """Bytes in the largest binary unit that keeps a whole part: `16.0 GiB`, `512 MiB`, `80.0 KiB`."""
     number = float(value)
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(number) >= scale:
-            amount = number / scale
-            return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
+            return f"{_three(number / scale)} {unit}"
     return f"{number:.0f} B"
 
 
@@ -103,9 +121,9 @@ def duration(seconds: Any) -> str:
     return f"{_three(s * 1e6)} us"
 
 
-def milliseconds(timing: Any) -> str:
-    """A step in ms with its interval: `26.8 (23.1-30.5)`."""
-    return f"{_three(timing.seconds * 1e3)} ({_three(timing.low * 1e3)}-{_three(timing.high * 1e3)})"
+def milliseconds(seconds: Any) -> str:
+    """Seconds in ms, without the unit: `26.8`."""
+    return _three(float(seconds) * 1e3)
 
 
 def quantity(value: Any, unit: str = "") -> str:
@@ -135,4 +153,6 @@ def tokens(value: Any) -> str:
 def _three(value: float) -> str:
     """Three significant digits without an exponent."""
     v = float(value)
-    return f"{v:.0f}" if v >= 100 else f"{v:.1f}" if v >= 10 else f"{v:.2f}" if v >= 1 else f"{v:.3f}"
+    return (
+        "0" if v == 0 else f"{v:.0f}" if v >= 100 else f"{v:.1f}" if v >= 10 else f"{v:.2f}" if v >= 1 else f"{v:.3f}"
+    )

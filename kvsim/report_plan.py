@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -19,15 +20,16 @@ NEAREST = 8
 """Rejected methods that are named without --all."""
 
 COLUMNS = (
-    Column("", fold=False),
+    Column(""),
     Column("method", fold=True),
     Column("cache", right=True),
     Column("total", right=True),
-    Column("fits"),
-    Column("max context", right=True),
+    Column("fits", optional=True),
+    Column("context", right=True),
     Column("TTFT", right=True),
-    Column("ms/token (90%)", right=True),
-    Column("less", right=True),
+    Column("ms/token", right=True),
+    Column("90%", optional=True),
+    Column("less", right=True, optional=True),
     Column("dominates", optional=True),
     Column("quality", optional=True),
 )
@@ -40,8 +42,10 @@ def print_plan(out: Console, plan: Plan, everything: bool = False) -> None:
     rows = _rows(plan, everything)
     table(out, COLUMNS, [_row(plan, c) for c in rows])
     rest = len(plan.ranked) - sum(c in plan.ranked for c in rows)
-    notes = "* chosen, o on the frontier of memory, time and compression; total and TTFT: at the prompt's peak"
-    say(out, f"{notes}; quality is unknown until it is measured", style="dim")
+    notes = (
+        "* chosen, o on the frontier of memory, time and compression, x does not fit; total: at the peak, with reserve"
+    )
+    say(out, f"{notes}; context: the longest that fits; quality: unknown until it is measured", style="dim")
     if rest:
         say(out, f"{rest} more fit (--all lists them)", style="dim")
     out.print()
@@ -114,7 +118,7 @@ def _rows(plan: Plan, everything: bool) -> list[Candidate]:
 
 def _row(plan: Plan, c: Candidate) -> list[str | Text]:
     record = c.record
-    mark = "*" if c is plan.chosen else "o" if c in plan.frontier else ""
+    mark = "*" if c is plan.chosen else "o" if c in plan.frontier else "" if record.fits else "x"
     style = "bold green" if c is plan.chosen else "" if record.fits else "dim"
     cells = (
         mark,
@@ -124,7 +128,8 @@ def _row(plan: Plan, c: Candidate) -> list[str | Text]:
         "yes" if record.fits else f"-{gib(record.short_by_bytes)}",
         tokens(record.max_context) if record.max_context else "none",
         duration(record.prefill.seconds),
-        milliseconds(record.decode),
+        milliseconds(record.decode.seconds),
+        f"{milliseconds(record.decode.low)}-{milliseconds(record.decode.high)}",
         f"{record.compression:.1f}x",
         record.decode.dominant,
         "unknown",
@@ -197,8 +202,9 @@ def _rejected(out: Console, rejected: Sequence[Rejected], everything: bool) -> N
 
 
 def _kind(reason: str) -> str:
-    """A reason without the list of all alternatives, so that the same one stands once."""
-    return reason.split("; its formats:", maxsplit=1)[0].split("; its types:", maxsplit=1)[0]
+    """A reason without settings and the method's own formats, so that the same one stands once."""
+    alike = re.sub(r" cannot store keys as .*; its (formats|types):", r" has no such cache; its \1:", reason)
+    return re.sub(r"(?<=\w)\([^()]*=[^()]*\)", "", alike)
 
 
 def not_met(case: Case, reason: str, short: int) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvsim.grid import Sweep
+from kvsim.method import parse_method, preset_name
 from kvsim.record import Record, Timing
 from kvsim.report import Column, duration, gib, quantity, say, size, table, tokens
 from kvsim.report_plan import not_met, question
@@ -131,7 +132,7 @@ def print_sweep(out: Console, found: Sweep) -> None:
     for r in islice(found.rows(), SWEEP_ROWS):
         rows.append(
             (
-                r["method"],
+                preset_name(parse_method(r["method"])) or r["method"],
                 tokens(r["batch"]),
                 tokens(r["prompt_tokens"]),
                 gib(r["cache_bytes"]),
