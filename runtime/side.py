@@ -134,7 +134,7 @@ class Side:
         rows = self.format.encode(inner, self.fixed)
         large = [fix for fix in self.fixes if x.shape[2] >= fix.part.least_block_rows]
         if large:
-            back = self._decode(rows, torch.zeros(x.shape[2], dtype=torch.int64, device=x.device))
+            back = self._decode(rows | taken, torch.zeros(x.shape[2], dtype=torch.int64, device=x.device))
             for fix in large:
                 rows = rows | {f"{fix.part_name}.{k}": v for k, v in fix.after(inner, back).items()}
         for name, buffer in (rows | taken).items():

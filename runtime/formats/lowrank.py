@@ -32,15 +32,20 @@ class LowRankTwin(CorrectionTwin):
         return found
 
     def restore(self, decoded: Tensor, rows: Tensors, blocks: Tensor) -> Tensor:
-        """Each row's share of its block's A B, added one rank at a time: a row's own B would be r times the row."""
-        if not rows:
+        """Each row's share of its block's A B, added one rank at a time: a row's own B would be r times the row.
+
+        Where only the prompt's block is corrected, later rows have no factors and stay as they are.
+        """
+        left = rows["row_factors"].float() if rows else decoded[:, :, :0]
+        covered = left.shape[2]
+        if not covered:
             return decoded
-        values, left = decoded.float(), rows["row_factors"].float()
+        values = decoded.float() if decoded.dtype != torch.float32 else decoded.clone()
         factors = rows["block_factors"].float().unflatten(2, (-1, self.part.rank))
-        missing = values.shape[2] - left.shape[2]  # rows of blocks too small to be corrected, behind the others
-        left, blocks = pad(left, (0, 0, 0, missing)), blocks.to(decoded.device).clamp(max=factors.shape[2] - 1)
+        blocks = blocks[:covered].to(decoded.device)
         for rank in range(self.part.rank):
-            values = values + left[..., rank : rank + 1] * factors[:, :, :, rank].index_select(2, blocks)
+            right = factors[:, :, :, rank].index_select(2, blocks)
+            values[:, :, :covered] += left[..., rank : rank + 1] * right
         return finished(values, self.setting.dtype)
 
     def rows_per(self, name: str) -> int:

@@ -112,6 +112,18 @@ class TestLowRank:
         middle = {"row_factors": factors[1]["row_factors"], "block_factors": joined["block_factors"]}
         torch.testing.assert_close(fix.restore(pieces[1][1], middle, torch.ones(128, dtype=torch.int64)), apart[1])
 
+    def test_rows_after_a_corrected_prompt_stay_as_they_are(self):
+        """A format that flushes row by row has factors for the prompt's block alone."""
+        _, (fix,) = running("int(bits=2)+lowrank(rank=4)")
+        x, decoded = normal(1, 2, 100, 64), normal(1, 2, 100, 64, seed=1)
+        factors = fix.after(x[:, :, :80], decoded[:, :, :80])
+        blocks = torch.cat((one_block(80), torch.arange(1, 21)))
+        back = fix.restore(decoded, factors, blocks)
+        torch.testing.assert_close(back[:, :, :80], fix.restore(decoded[:, :, :80], factors, one_block(80)))
+        assert torch.equal(back[:, :, 80:], decoded[:, :, 80:])
+        none = factors | {"row_factors": factors["row_factors"][:, :, :0]}
+        assert torch.equal(fix.restore(decoded, none, blocks), decoded)
+
     def test_fewer_rows_or_channels_than_the_rank(self):
         _, (fix,) = running("int(bits=2,residual=64,flush=all)+lowrank(rank=20)", width=16)
         for n in (3, 64):
