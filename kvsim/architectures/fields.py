@@ -188,7 +188,7 @@ class Fields:
         """The object under `name` (an empty one where it is missing), its type `forced`, the file's, or `model_type`."""
         value = self.get(name)
         if value is None:
-            value = {}
+            value = dict(class_facts().get(self.model_type, {}).get("inside", {}).get(name, {}))
             self.notes.append(f"{self.where(name)} is missing: all of it as its class has it")
         if not isinstance(value, dict):
             raise self.fail(name, f"must be an object, got {shown(value)}")

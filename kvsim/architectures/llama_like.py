@@ -64,7 +64,7 @@ TRAITS = {
     "qwen2_5_vl_text": Traits(qkv_bias=True, window=windows.switched),
     "qwen2_5_omni_text": Traits(qkv_bias=True, window=windows.switched),
     "qwen3_vl_text": replace(_ATTN, qk_norm="head"),
-    "glm4v_text": Traits(qkv_bias="attention_bias", norms=4),
+    "glm4v_text": Traits(qkv_bias=True, norms=4),
     "gemma2": replace(_ATTN, norms=4, window=_EVERY_SECOND),
     "vaultgemma": replace(_ATTN, norms=2, window=_EVERY_SECOND),
     "granite": _BIASED,

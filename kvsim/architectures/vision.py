@@ -20,31 +20,35 @@ def linear(name: str, out: int, inside: int, bias: bool = True, copies: int = 1)
 
 
 def encoder(prefix: str, hidden: int, layers: int, inner: int, *, bias: bool = True, attn_bias: bool | None = None, gated: bool = False,
-            norm: int = 2, key_bias: bool = True) -> Tower:
+            norm: int = 2, key_bias: bool = True, o_bias: bool = True) -> Tower:
     """`layers` transformer blocks with two norms of `norm` vectors each."""
     attn = bias if attn_bias is None else attn_bias
     names = ("gate_proj", "up_proj") if gated else ("fc1",)
     blocks = (*linear(f"{prefix}.q", hidden, hidden, attn, layers), *linear(f"{prefix}.k", hidden, hidden, attn and key_bias, layers),
-              *linear(f"{prefix}.v", hidden, hidden, attn, layers), *linear(f"{prefix}.o", hidden, hidden, attn, layers))
+              *linear(f"{prefix}.v", hidden, hidden, attn, layers), *linear(f"{prefix}.o", hidden, hidden, attn and o_bias, layers))
     for name in names:
         blocks += linear(f"{prefix}.{name}", inner, hidden, bias, layers)
     return blocks + linear(f"{prefix}.fc2", hidden, inner, bias, layers) + small(f"{prefix}.norms", 2 * norm * hidden * layers)
 
 
+def _square(f: Fields, name: str) -> None:
+    """[n, n], in the file or as the class default, becomes n."""
+    value = f.get(name) or f.default(name)
+    if isinstance(value, list) and value and all(x == value[0] for x in value):
+        f.raw[name] = value[0]
+
+
 def _pixels(f: Fields) -> int:
     """Values of one patch: channels x patch x patch."""
-    patch = f.get("patch_size")
-    if isinstance(patch, list):
-        f.raw["patch_size"] = patch[0] if len(set(map(str, patch))) == 1 else patch
-    side = f.size("patch_size", "spatial_patch_size", high=2**12)
+    _square(f, "patch_size")
+    side = f.size("patch_size", high=2**12)
     return f.size("num_channels", "in_channels", "in_chans", derive=3, high=64) * side * side
 
 
 def _grid(f: Fields) -> int:
     """Patches of one square image."""
-    image = f.get("image_size")
-    if isinstance(image, list):
-        f.raw["image_size"] = image[0] if len(set(map(str, image))) == 1 else image
+    _square(f, "image_size")
+    _square(f, "patch_size")
     return int(f.size("image_size", high=2**16) // f.size("patch_size")) ** 2
 
 
@@ -205,7 +209,7 @@ def glm4v(f: Fields) -> Tower:
     rest = hidden * (_grid(f) + _pixels(f) * f.size("temporal_patch_size", high=64) + 1 + 2)
     bias = f.flag("attention_bias")
     down = hidden * merge**2 * out + out
-    return (*encoder("vision", hidden, layers, out, bias=False, attn_bias=bias, gated=True, norm=1),
+    return (*encoder("vision", hidden, layers, out, bias=False, attn_bias=bias, gated=True, norm=1, o_bias=False),
             *small("vision.rest", rest + down), *linear("merger.proj", out, out, False), *small("merger.norm", 2 * out),
             *linear("merger.gate", inner, out, False, 2), *linear("merger.down", out, inner, False))
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from kvsim.architectures import vision
-from kvsim.architectures.fields import Fields
+from kvsim.architectures.fields import Fields, class_facts
 from kvsim.architectures.registry import Builder, families
 from kvsim.architectures.vision import Tower, linear, small
 from kvsim.errors import shown
@@ -45,13 +45,15 @@ def wrapped(f: Fields, around: Around) -> ModelSpec:
     builder = families().get(inner.model_type)
     if builder is None or builder is families()[f.model_type]:
         raise inner.fail("model_type", f"= {shown(inner.model_type)} is not a known language model")
+    if f.model_type == "voxtral":  # its class also fills a partial text_config with these
+        inner.defaults = {**inner.defaults, **class_facts()["voxtral"]["inside"]["text_config"]}
     for name in ("dtype", "torch_dtype"):
         if f.has(name) and not (inner.has("dtype") or inner.has("torch_dtype")):
             inner.raw[name] = f.get(name)
     spec = builder(inner)
     outer = f.flag("tie_word_embeddings")
     tied = {"outer": outer, "either": outer or inner.flag("tie_word_embeddings"), "text": spec.tied, "never": False}[around.tie]
-    towers = around.towers(f, spec.hidden_size) if f.has("vision_config") or f.has("audio_config") else _not_counted(f, 0)
+    towers = around.towers(f, spec.hidden_size)
     f.ignore(*f.raw)  # what stands outside the text object cannot reach the cache
     for name in ("vision_config", "audio_config"):
         if f.has(name):
@@ -160,7 +162,7 @@ def _idefics(f: Fields, hidden: int) -> Tower:
 
 def _paligemma(f: Fields, hidden: int) -> Tower:
     tower, inner = _seen(f, "siglip_vision_model")
-    return (*tower, *linear("projector", inner.size("projection_dim", derive=hidden), inner.size("hidden_size")))
+    return (*tower, *linear("projector", f.size("projection_dim"), inner.size("hidden_size")))
 
 
 def _internvl(f: Fields, hidden: int) -> Tower:
