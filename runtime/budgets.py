@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Ranked(PolicyTwin):
     The oldest rows held stand for the sinks: they are the prompt's first rows unless a budget was too small for them.
     """
 
-    part: Scored  # type: ignore[assignment]
+    part: Scored
 
     def __init__(self, part: Scored, setting: Setting) -> None:
         super().__init__(part, setting)
@@ -91,7 +92,7 @@ class Ranked(PolicyTwin):
         return self.tracker is not None and self.tracker.queries
 
     @property
-    def step_rows(self) -> str:  # type: ignore[override]
+    def step_rows(self) -> Literal["none", "new", "all"]:  # type: ignore[override]
         """The keys that the score is computed from."""
         return "none" if self.tracker is None else self.tracker.rows
 

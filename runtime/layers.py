@@ -301,9 +301,10 @@ def _hand_rows(store: Store, step: Step, k: Tensor, v: Tensor) -> None:
         step.keys, step.values = store.keys.read(), store.sides["v"].read()
 
 
-def _own_rows(kept: Tensor | None, merged: Merged | None, at: tuple[slice, slice]) -> Tensor | Merged:
+def _own_rows(kept: Tensor | None, merged: Merged | None, at: tuple[slice, slice]) -> Tensor | Merged | None:
     if merged is None:
-        assert kept is not None
+        if kept is None:
+            return None
         index = kept[at]
         return index[index >= 0].reshape(1, 1, -1)
     count = merged.keys.shape[2] if merged.rows is None else int(merged.rows[at])

@@ -265,7 +265,7 @@ class PolicyTwin(Twin[TokenPolicy]):
         return state, None
 
     def fold(self, state: Tensors, step: Step) -> Fold | None:
-        """In place of `step` where `part.merges` and rows leave while generating; None: nothing changes."""
+        """In place of `step` where `part.merges` and rows leave while generating; None: no merge, `step` follows."""
         return None
 
     def attended(self, state: Tensors, queries: Tensor, rows: int) -> Tensor | None:

@@ -80,7 +80,8 @@ class Norm(Tracker):
 
     def fresh(self, step: Step) -> Tensor:
         """Minus the length."""
-        return -wanted(step.keys, "keys", self.score.name)[:, :, -step.new :].float().norm(dim=-1)
+        lengths: Tensor = wanted(step.keys, "keys", self.score.name)[:, :, -step.new :].float().norm(dim=-1)
+        return -lengths
 
 
 class Auxiliary(Tracker):

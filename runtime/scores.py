@@ -42,7 +42,7 @@ def prompt_scores(score: Score, prompt: Prompt, window: int, setting: Setting) -
 
 def over_group(x: Tensor, heads: int) -> Tensor:
     """Means over the query heads of each KV head: [B, Hq, ...] -> [B, heads, ...]."""
-    return x.unflatten(1, (heads, x.shape[1] // heads)).mean(2)
+    return x.reshape(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:]).mean(2)
 
 
 def to_query_heads(x: Tensor, query_heads: int) -> Tensor:
@@ -118,7 +118,8 @@ def attention_window(prompt: Prompt, window: int, setting: Setting) -> Tensor:
 
 def knorm(prompt: Prompt, window: int, setting: Setting) -> Tensor:
     """Minus the key's length, in float32: lengths in half precision tie."""
-    return -prompt.keys.float().norm(dim=-1)
+    lengths: Tensor = prompt.keys.float().norm(dim=-1)
+    return -lengths
 
 
 def directions(keys: Tensor) -> Tensor:
@@ -156,7 +157,8 @@ def expected(prompt: Prompt, window: int, setting: Setting) -> Tensor:
     keys = to_query_heads(prompt.keys.float(), queries.shape[1])
     logits = (keys * mean).sum(-1) * scaling + ((keys @ spread) * keys).sum(-1) * scaling**2 / 2
     weights = over_group(torch.softmax(logits, dim=-1), prompt.keys.shape[1])
-    return weights * prompt.values.float().norm(dim=-1)
+    lengths: Tensor = prompt.values.float().norm(dim=-1)
+    return weights * lengths
 
 
 def prompt_positions(prompt: Prompt) -> Tensor:

@@ -178,7 +178,7 @@ class Store:
                 self._set_state(folded.state)
                 self.keys.rewrite(folded.at, folded.keys)
                 self.sides["v"].rewrite(folded.at, folded.values)
-            elif not self.method.tokens.merges:
+            else:
                 state, drop = self.policy.step(state, step)
                 self._set_state(state)
             if ranges is None and drop is not None and drop.shape[-1]:

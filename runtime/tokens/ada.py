@@ -14,7 +14,7 @@ class AdaTwin(Smoothed):
     """Every head keeps its floor, then one selection over the layer's heads gives out the rest."""
 
     part_name = "ada"
-    part: Ada  # type: ignore[assignment]
+    part: Ada
     ragged = True
 
     def select(self, prompt: Prompt) -> Tensor | None:

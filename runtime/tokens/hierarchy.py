@@ -18,7 +18,7 @@ class HierarchyTwin(PolicyTwin):
     """Every row held stands for a run of tokens, which `levels` alone determines; a mean weighs its tokens alike."""
 
     part_name = "hierarchy"
-    part: Hierarchy  # type: ignore[assignment]
+    part: Hierarchy
     step_rows = "all"
 
     def sizes(self, seen: int) -> NDArray[np.int64]:
@@ -34,7 +34,8 @@ class HierarchyTwin(PolicyTwin):
         old, new = np.ones(total, np.int64), self.sizes(total)
         if len(new) == total:
             return None
-        return Merged(*(mean_runs(x, old, new) for x in (prompt.keys, prompt.values)), {})
+        keys, values = (mean_runs(x, old, new) for x in (prompt.keys, prompt.values))
+        return Merged(keys, values, {})
 
     def fold(self, state: Tensors, step: Step) -> Fold | None:
         """Blocks that close, and summaries of block means: the run's first row becomes the mean, the others leave."""

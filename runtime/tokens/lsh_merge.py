@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -55,15 +56,19 @@ class LshMergeTwin(PolicyTwin):
     """
 
     part_name = "lsh_merge"
-    part: LshMerge  # type: ignore[assignment]
+    part: LshMerge
     ragged = True
-    step_rows = "all"
+
+    @property
+    def step_rows(self) -> Literal["none", "all"]:  # type: ignore[override]
+        """Rows are compared and merged only while running."""
+        return "all" if self.part.when == "running" else "none"
 
     @cached_property
     def planes(self) -> Tensor:
         """The stored planes [1, 1, planes * tables, d], normal, from the seed and the layer."""
-        generator = torch.Generator().manual_seed(hash((self.setting.seed, self.place.layer)) % 2**63)
-        found = torch.randn((1, 1, self.part.planes * self.part.tables, self.place.width), generator=generator)
+        shape = (1, 1, self.part.planes * self.part.tables, self.place.width)
+        found = torch.randn(shape, generator=self.setting.generator())
         return found.to(self.setting.device, self.setting.dtype)
 
     def model_buffers(self) -> Tensors:
@@ -133,7 +138,8 @@ class LshMergeTwin(PolicyTwin):
         rows = Rows(step.keys.float() * count[..., None], step.values.float() * count[..., None], count, count,
                     torch.ones_like(count, dtype=torch.bool))
         free = self._free(step.rows, count.device)
-        bits = unpack_bits(hashes, self.part.planes * self.part.tables).unflatten(3, (self.part.tables, -1))
+        bits = unpack_bits(hashes, self.part.planes * self.part.tables)
+        bits = bits.reshape(*new.shape[:2], step.rows, *new.shape[3:])
         target = torch.arange(step.rows, device=count.device).expand(count.shape)
         for table in range(self.part.tables):
             leader = leaders(as_numbers(bits[:, :, :, table]), rows.alive & free)

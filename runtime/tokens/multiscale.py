@@ -13,7 +13,7 @@ class MultiscaleTwin(Positional):
     """A union of windows, each with its stride."""
 
     part_name = "multiscale"
-    part: Multiscale  # type: ignore[assignment]
+    part: Multiscale
 
     def stays(self, rows: Indices, seen: int) -> NDArray[np.bool_]:
         """A sink, or a multiple of the stride of any window that still reaches it."""

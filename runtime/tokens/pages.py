@@ -15,7 +15,7 @@ class PagesTwin(PolicyTwin):
     """Least and largest key of each page; pages rank by the largest product that a query can have with them."""
 
     part_name = "pages"
-    part: Pages  # type: ignore[assignment]
+    part: Pages
     step_rows = "new"
 
     @property

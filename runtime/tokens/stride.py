@@ -13,9 +13,10 @@ class StrideTwin(Positional):
     """Multiples of the stride, the first and the newest rows."""
 
     part_name = "stride"
-    part: Stride  # type: ignore[assignment]
+    part: Stride
 
     def stays(self, rows: Indices, seen: int) -> NDArray[np.bool_]:
         """A sink, a multiple of `every`, or younger than `recent`."""
         part = self.part
-        return (rows < part.sinks) | (rows % part.every == 0) | (rows >= seen - part.recent)
+        found: NDArray[np.bool_] = (rows < part.sinks) | (rows % part.every == 0) | (rows >= seen - part.recent)
+        return found

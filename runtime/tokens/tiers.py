@@ -13,11 +13,12 @@ class TiersTwin(Positional):
     """The older the tier, the wider the stride."""
 
     part_name = "tiers"
-    part: Tiers  # type: ignore[assignment]
+    part: Tiers
 
     def stays(self, rows: Indices, seen: int) -> NDArray[np.bool_]:
         """A sink, or a multiple of the stride of the tier that its age falls in."""
         ends = np.cumsum(self.part.sizes)
         tier = np.searchsorted(ends, seen - 1 - rows, side="right")
         strides = np.array([*self.part.strides, 1])
-        return (rows < self.part.sinks) | ((tier < len(ends)) & (rows % strides[tier] == 0))
+        found: NDArray[np.bool_] = (rows < self.part.sinks) | ((tier < len(ends)) & (rows % strides[tier] == 0))
+        return found

@@ -13,7 +13,7 @@ class WindowTwin(Positional):
     """The first and the newest rows."""
 
     part_name = "window"
-    part: Window  # type: ignore[assignment]
+    part: Window
 
     def stays(self, rows: Indices, seen: int) -> NDArray[np.bool_]:
         """A sink, or younger than `recent`."""
