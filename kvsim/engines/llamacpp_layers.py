@@ -14,6 +14,8 @@ IGNORED_WINDOWS = (
     "mistral", "mixtral", "ministral", "phi3", "phimoe", "qwen2", "qwen3", "starcoder2", "internlm", "minicpm", "llama",
 )  # fmt: skip
 """Families whose configs state a window that their llama.cpp graphs do not use: every layer keeps the full context."""
+LATENT_AS_HEADS = ("minicpm3",)
+"""Families with latent attention whose llama.cpp graphs project to full heads and cache those."""
 WINDOWED = ("sliding", "chunked", "csa", "hca")
 
 
@@ -64,7 +66,7 @@ def plan(model: ModelSpec, mla: bool, mla_v: bool, own_windows: bool) -> Plan:
             recurrent.append((index, *_state_values(layer.states)))
         if a is None or a.kind in ("shared", "cross"):
             continue
-        rows = _rows(a, index, mla, mla_v)
+        rows = _rows(a, index, mla and model.architecture not in LATENT_AS_HEADS, mla_v)
         if a.kind in WINDOWED and own_windows and not ignored:
             windowed.append(rows)
             windows.add(a.window)
@@ -79,7 +81,7 @@ def plan(model: ModelSpec, mla: bool, mla_v: bool, own_windows: bool) -> Plan:
             squeezed.setdefault((a.kind, a.compress), []).append(Rows(index, width, 0, width, 0))
     if len(windows) > 1:
         notes.append(f"llama.cpp has one window for all sliding layers: {max(windows)} of {sorted(windows)} is used")
-    if ignored:
+    if ignored and any(x.attention and x.attention.kind in WINDOWED for x in model.layers):
         notes.append("llama.cpp does not use the sliding window of this architecture: its layers keep the full context")
     attending = [*full, *windowed]
     return Plan(

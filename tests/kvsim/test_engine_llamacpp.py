@@ -210,6 +210,17 @@ def test_unused_windows_keep_the_full_context():
     found = llama(mistral, n_ctx=32768)
     assert found.caches[0].tokens == 32768
     assert any("does not use the sliding window" in w for w in found.warnings)
+    plain = replace(LLAMA, architecture="llama")
+    assert llama(plain, n_ctx=4096).warnings == ()
+
+
+def test_minicpm3_stores_heads():
+    from dataclasses import replace
+
+    spec = ModelSpec.from_numbers(layers=62, n_heads=40, mla_kv_lora_rank=256, mla_rope_dim=32, head_dim_k=96,
+                                  head_dim_v=64)
+    found = llama(replace(spec, architecture="minicpm3"), n_ctx=4096)
+    assert (found.k_bytes, found.v_bytes) == (62 * 4096 * 40 * 96 * 2, 62 * 4096 * 40 * 64 * 2)
 
 
 def test_unknown_engines():

@@ -22,14 +22,14 @@ def kv(model, **flags):
 def test_query_heads_are_not_stored():
     # 80 layers * 2 * 8 * 128 * 2 bytes = 320 KiB a token, not 2.5 MiB
     assert kv(LLAMA_70B, n_ctx=32768) == 10 * GIB
-    assert 80 * 2 * 64 * 128 * 2 * 32768 == 8 * 10 * GIB
+    assert 8 * 10 * GIB == 80 * 2 * 64 * 128 * 2 * 32768
 
 
 def test_hidden_size_is_not_the_width():
     # one KV head of 128 beside a hidden size of 3584: 28 times less
     narrow = ModelSpec.from_numbers(layers=28, n_heads=28, n_kv_heads=1, head_dim=128, hidden_size=3584)
     assert kv(narrow, n_ctx=4096) == 28 * 2 * 128 * 2 * 4096
-    assert 28 * 2 * 3584 * 2 * 4096 == 28 * kv(narrow, n_ctx=4096)
+    assert 28 * kv(narrow, n_ctx=4096) == 28 * 2 * 3584 * 2 * 4096
 
 
 def test_hybrids_store_rows_in_their_attention_layers_only():
