@@ -121,7 +121,14 @@ class CorrectionTwin(Twin[Correction]):
 
 
 class BasisTwin(Twin[Basis]):
-    """A linear change of coordinates, one map a head: row = coefficients @ map (+ offset)."""
+    """A linear change of coordinates, one map a head: row = coefficients @ map (+ offset).
+
+    `fixed` holds the per-sequence buffers and may hold the per-model ones, which are then used. Where the part writes
+    both sides (`both_sides`), a row's coefficients are the sum of what both sides' twins project, and both maps read them.
+    """
+
+    block_maps: ClassVar[bool] = False
+    """Whether flushed blocks keep their coordinates and a map each into the present ones."""
 
     def model_buffers(self) -> Tensors:
         """Per-model buffers (random or calibrated matrices), each [1, H', rows, w]."""
@@ -144,8 +151,23 @@ class BasisTwin(Twin[Basis]):
         return None
 
     def extend(self, x: Tensor, coefficients: Tensor, fixed: Tensors) -> tuple[Tensor, Tensors] | None:
-        """Online bases only: new (coefficients of all rows, fixed buffers) after rows x arrive; None: project them."""
+        """Online bases only: new (coefficients of all rows, fixed buffers) after rows x arrive; None: project them.
+
+        coefficients: those in full precision. fixed: with `maps` [B, Hl, blocks * r, r] of the flushed blocks, if any.
+        """
         return None
+
+    def block_map(self, fixed: Tensors) -> Tensor:
+        """With `block_maps`: the map [B, Hl, r, r] of a block that is flushed now."""
+        raise NotImplementedError
+
+    def turned(self, coefficients: Tensor, maps: Tensor, blocks: Tensor) -> Tensor:
+        """With `block_maps`: flushed coefficients [B, Hl, n, r] in the present basis; blocks: [n], each row's block."""
+        raise NotImplementedError
+
+    def mix(self, rotated: Tensor, unrotated: Tensor, fixed: Tensors) -> Tensor:
+        """With `both_sides`: keys or queries [B, H or Hq, n, d] as this basis rotates them, from both forms."""
+        raise NotImplementedError
 
 
 class Rotates(Protocol):

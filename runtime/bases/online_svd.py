@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class OnlineSvdTwin(BasisTwin):
 
     part_name = "online_svd"
     part: OnlineSvd
-    block_maps = True
+    block_maps: ClassVar[bool] = True
 
     def fit(self, x: Tensor) -> Tensors:
         """The first rows in one batch."""
