@@ -124,7 +124,7 @@ class BasisTwin(Twin[Basis]):
     """A linear change of coordinates, one map a head: row = coefficients @ map (+ offset).
 
     `fixed` holds the per-sequence buffers and may hold the per-model ones, which are then used. Where the part writes
-    both sides (`both_sides`), a row's coefficients are the sum of what both sides' twins project, and both maps read them.
+    both sides (`both_sides`), a row's coefficients are the sum of what both twins project, and both twins' maps read it.
     """
 
     block_maps: ClassVar[bool] = False
