@@ -186,6 +186,13 @@ class TestNvFp4:
         bound = groups.abs().amax(-1, keepdim=True) / 6 * (17 / 16) + over_all / 2688 * 2**-9 + 1e-34
         assert (away <= bound).all()
 
+    def test_a_faint_group_beside_a_loud_one(self):
+        """fp32 scale 2688 / 2688 = 1; 6 * 2^-11 wants a group scale of 2^-11, gets the smallest, 2^-9, and code 1.5."""
+        x = torch.zeros(1, 1, 1, 32)
+        x[..., 0], x[..., 16] = 2688.0, 6 * 2.0**-11
+        back = there_and_back(run("nvfp4", heads=1, width=32), x)
+        assert torch.equal(back, x)
+
     def test_a_later_block_has_its_own_scale(self):
         twin = run("nvfp4")
         first, later = normal(1, 2, 16, 64), normal(1, 2, 16, 64, seed=1) * 1e4
