@@ -159,12 +159,17 @@ def written(family: str, rows: list[Coefficient]) -> str:
     return "\n".join(head) + "\n"
 
 
-def regenerate(folder: Path, out: Path) -> dict[str, list[Coefficient]]:
-    """Fit every CSV of kernel times in `folder`, lend to the families without, and write one TOML a family."""
-    tables = [read_table(p) for p in sorted(folder.glob("*.csv")) if "serving" not in p.name]
-    tables.sort(key=lambda t: ("decode", "prefill", "matmul").index(t.op))
+def read_tables(folder: Path) -> list[Table]:
+    """Every CSV of kernel times in a folder (whole-server tables, named serving..., are left out): decode first."""
+    tables = [read_table(p) for p in sorted(folder.glob("*.csv")) if not p.name.startswith("serving")]
     if not tables:
         raise KvsimError(f"no measured tables (*.csv) in {folder}")
+    return sorted(tables, key=lambda t: ("decode", "prefill", "matmul").index(t.op))
+
+
+def regenerate(folder: Path, out: Path) -> dict[str, list[Coefficient]]:
+    """Fit every CSV of kernel times in `folder`, lend to the families without, and write one TOML a family."""
+    tables = read_tables(folder)
     have = sorted({device_of(str(g)).family for t in tables for g in np.unique(t.gpu)})
     measured = {family: fit_family(tables, family) for family in have}
     measured = {family: [*rows, _elementwise(rows)] for family, rows in measured.items()}

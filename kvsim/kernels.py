@@ -162,7 +162,7 @@ def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, co
         best = max(rows, key=lambda c: _score(kernel, c.kernel))
         if _score(kernel, best.kernel):
             family = best.kernel
-        else:
+        elif any(c.kernel != "*" for c in rows):
             notes.append(f"kernel {shown(kernel)} unknown for {device.family}, its default is used")
     row, factor, widen = _row_of(rows, family, format, conversion)
     if row.format not in (format, "*") and (conversion != "none" or format == "fp32"):
@@ -176,8 +176,13 @@ def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, co
     return Choice(row, factor, widen, words)
 
 
-NEAREST = {"none": ("bf16", "fp16"), "cast": ("fp8",), "scale": ("int8", "fp8"), "unpack": ("int4", "int8", "fp8"),
-           "lookup": ("int4", "int8", "fp8")}
+NEAREST = {
+    "none": ("bf16", "fp16"),
+    "cast": ("fp8",),
+    "scale": ("int8", "int8_wo", "fp8"),
+    "unpack": ("int4", "int4_wo", "int8", "int8_wo", "fp8"),
+    "lookup": ("int4", "int4_wo", "int8", "int8_wo", "fp8"),
+}
 """Measured formats whose rate stands in for a conversion class, the nearest first."""
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsim.accuracy import summary
 from kvsim.coefficients import BOUNDS, Coefficient, family_coefficients, parse_coefficients
+from kvsim.crosscheck import BLOCK, carried, held_out, unseen_shapes
 from kvsim.families import carried_spreads, fit_family, lent, written
 from kvsim.fitting import fit, predictor, quantiles, trusted
 from kvsim.lending import LENDERS
@@ -116,3 +118,29 @@ def test_a_family_from_rows_to_file_and_to_the_families_that_borrow() -> None:
         assert c.log_error[0] <= -0.1
         assert c.log_error[2] >= 0.1
     assert device_of("b60").name == "Arc-Pro-B60"
+
+
+def test_held_out_blocks_are_whole_and_about_a_quarter() -> None:
+    for file in ("decode_attention.csv", "prefill_attention.csv", "matrix_products.csv"):
+        table = read_table(DATA / file)
+        out = held_out(table)
+        assert 0.15 < out.mean() < 0.35
+        columns = np.stack([table.sizes[name] for name in BLOCK[table.op]], axis=1)
+        assert not {tuple(r) for r in columns[out]} & {tuple(r) for r in columns[~out]}
+
+
+@pytest.mark.slow
+def test_unseen_shapes_of_every_kernel_in_the_sample() -> None:
+    table = read_table(DATA / "matrix_products.csv")
+    total = summary(unseen_shapes(table.where(np.isin(table.gpu, ["h100_sxm", "gb300"]))))
+    assert total["error"] is not None
+    assert total["error"] < 0.15
+
+
+@pytest.mark.slow
+def test_carrying_to_another_family_costs_accuracy() -> None:
+    table = read_table(DATA / "matrix_products.csv")
+    lender = {"hopper": list(family_coefficients("hopper"))}
+    found = carried(table, lender)
+    assert ("gb300", "hopper") not in found
+    assert 0.02 < summary(found["blackwell-dc", "hopper"])["error"] < 0.3
