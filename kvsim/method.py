@@ -133,6 +133,11 @@ class Method:
         self.v.check("v")
         for side, chain in (("keys", self.k), ("values", self.v)):
             self._check_rows(side, chain)
+            if self.tokens.merges and chain.before_rope:
+                raise KvsimError(
+                    f"{self.tokens.name} merges rows of several positions, and rope=pre must rotate each row to one; "
+                    f"leave rope=post with it"
+                )
             if chain.basis.both_sides and self.k.basis != self.v.basis:
                 raise KvsimError(
                     f"{chain.basis.name} writes keys and values together: use it on both sides with the same settings"
