@@ -83,10 +83,11 @@ def test_a_constant_group_comes_back_exactly(bits, axis, symmetric, value, dtype
 
 
 def test_the_largest_fp16_value_does_not_round_to_infinity():
-    # s = 65504 / 15 = 4366.9, in fp16 4368; code 15 stands for 65520, which fp16 rounds to infinity
+    # s = 65504 / 15 = 4366.9, in fp16 4368; code 15 stands for 65520, which fp16 rounds to infinity; code 9 for 39312,
+    # between 1228 and 1229 steps of 32, even: 39296
     x = torch.tensor([0.0, 65504.0, 100.0, 40000.0]).half().view(1, 1, 1, 4)
     back = there_and_back(run("int(bits=4)", heads=1, width=4, dtype=torch.float16), x)
-    assert back.flatten().tolist() == [0.0, 65504.0, 0.0, 39312.0]
+    assert back.flatten().tolist() == [0.0, 65504.0, 0.0, 39296.0]
 
 
 def test_a_constant_in_bf16_scales():
