@@ -47,7 +47,7 @@ def known(name: str) -> dict[str, Any]:
     """
     text = name.strip()
     if text in parts():
-        return {**_part(parts()[text]), "runs_in": _support(text)}
+        return {**_part(parts()[text]), "runs_in": _support_of_part(text)}
     if text in presets():
         return {"kind": "preset", **asdict(presets()[text]), **_method(parse_method(text))}
     if text.endswith(".json") or (text and Path(text).is_dir() and "/" in text):
@@ -137,6 +137,14 @@ def _support(name: str) -> list[dict[str, str]]:
     from kvsim.engines.support import support
 
     return [asdict(row) for row in support(name)]
+
+
+def _support_of_part(name: str) -> list[dict[str, str]]:
+    """Rows of a part; none for one that no table names and that is no method alone (a correction, a basis)."""
+    try:
+        return _support(name)
+    except KvsimError:
+        return []
 
 
 def _device(profile: HardwareProfile) -> dict[str, Any]:
