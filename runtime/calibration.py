@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import kvsim
 from kvsim.errors import KvsimError, shown
@@ -56,7 +57,7 @@ class Calibration:
             raise KvsimError(f"{name} was made for other weights of {type(model).__name__}; calibrate this model")
 
 
-def calibrate(model: nn.Module, texts: Sequence[str | Sequence[int] | Tensor], method: str | Method, *,
+def calibrate(model: PreTrainedModel, texts: Sequence[str | Sequence[int] | Tensor], method: str | Method, *,
               tokenizer: Any = None, length: int = 512, rows: int = 4096, seed: int = 0) -> Calibration:
     """Learn what `method` needs of `model` from texts, or from token ids, cut into pieces of `length` tokens.
 

@@ -82,7 +82,7 @@ def _learn_side(method: Method, layer: Layer, side: str, elite: Tensors) -> Tens
     chain = method.k if side == "k" else method.v
     where = Setting(layer.place(side), torch.float32, seed=layer.seed)
     found: Tensors = {}
-    basis: BasisTwin = twins()[chain.basis.name](chain.basis, where)  # type: ignore[assignment,arg-type]
+    basis: BasisTwin = twins()[chain.basis.name](chain.basis, where)  # type: ignore[assignment]
     rows = layer.rows(side, chain.before_rope)
     if isinstance(basis, PaluTwin):
         found = basis.calibrate(rows)
@@ -92,9 +92,9 @@ def _learn_side(method: Method, layer: Layer, side: str, elite: Tensors) -> Tens
     coefficients, slopes = _coefficients(chain, layer, side, elite or found, weighting in ("fisher", "hessian"))
     latent = chain.basis.latent(where.place)
     inner = replace(where, place=replace(where.place, heads=latent.heads, width=latent.width))
-    form: FormatTwin = twins()[chain.format.name](chain.format, inner)  # type: ignore[assignment,arg-type]
+    form: FormatTwin = twins()[chain.format.name](chain.format, inner)  # type: ignore[assignment]
     for part in chain.corrections:
-        fix: CorrectionTwin = twins()[part.name](part, inner)  # type: ignore[assignment,arg-type]
+        fix: CorrectionTwin = twins()[part.name](part, inner)  # type: ignore[assignment]
         coefficients, _ = fix.before(coefficients)
     weights = None if slopes is None else slopes.square()
     if weighting == "attention":
@@ -110,7 +110,7 @@ def _coefficients(chain: Chain, layer: Layer, side: str, made: Tensors, slopes: 
     for each in ("k", "v") if chain.basis.both_sides else (side,):
         own = {k.removeprefix(f"{each}."): t for k, t in made.items()}
         where = Setting(layer.place(each), torch.float32, calibration=own, seed=layer.seed)
-        basis: BasisTwin = twins()[chain.basis.name](chain.basis, where)  # type: ignore[assignment,arg-type]
+        basis: BasisTwin = twins()[chain.basis.name](chain.basis, where)  # type: ignore[assignment]
         rows = _mixed(basis, layer, each, chain.before_rope, False)
         if rows.shape[2] < chain.basis.minimum_rows:
             raise KvsimError(f"{chain.basis.name} needs {chain.basis.minimum_rows} rows to calibrate its format, "

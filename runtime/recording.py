@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
 from kvsim.errors import KvsimError
@@ -62,10 +62,11 @@ class Recorder:
             q, k, v, use = (t.detach() for t in self.passing[layer])
             tokens = k.shape[2]
             at = torch.randperm(tokens, generator=self.generator)[: self.rows].sort().values
-            picked = [t[0][:, at].float().cpu() for t in (q, k, v)]
+            queries, keys, values = (t[0][:, at].float().cpu() for t in (q, k, v))
             kept = at if loss is not None else at[:0]
-            bent = [s[0][:, kept].float().cpu() for s in slopes[2 * index : 2 * index + 2]]
-            self.found.setdefault(layer, []).append(Sample(*picked, at, use[:, at].cpu(), *bent))
+            k_slopes, v_slopes = (s[0][:, kept].float().cpu() for s in slopes[2 * index : 2 * index + 2])
+            sample = Sample(queries, keys, values, at, use[:, at].cpu(), k_slopes, v_slopes)
+            self.found.setdefault(layer, []).append(sample)
         self.passing = {}
 
 
@@ -73,7 +74,7 @@ CURRENT: ContextVar[Recorder] = ContextVar("kvsim_recorder")
 
 
 def record(
-    model: nn.Module, texts: Iterable[Tensor], rows: int, slopes: bool = False, seed: int = 0
+    model: PreTrainedModel, texts: Iterable[Tensor], rows: int, slopes: bool = False, seed: int = 0
 ) -> dict[int, Sample]:
     """Run token ids [T] through a Hugging Face causal language model; a sample of each attention layer's rows.
 

@@ -31,9 +31,8 @@ class NmfTwin(BasisTwin):
         rows, factors = wide(x), wide(fixed["factors"])
         if self.part.sign == "shift":
             return non_negative(rows + wide(fixed["offset"]), factors).to(self.setting.dtype)
-        halves = factors.split(self.part.rank, dim=2)
-        parts = [non_negative(sign * rows, half) for sign, half in zip((1, -1), halves, strict=True)]
-        return torch.cat(parts, dim=3).to(self.setting.dtype)
+        halves = torch.stack([factors[:, :, : self.part.rank], factors[:, :, self.part.rank :]])
+        return torch.cat([*non_negative(torch.stack([rows, -rows]), halves)], dim=3).to(self.setting.dtype)
 
     def maps(self, fixed: Tensors) -> Tensor:
         """H, the negative part's with its sign."""
@@ -79,12 +78,20 @@ def start(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def non_negative(x: Tensor, factors: Tensor) -> Tensor:
-    """c >= 0 [..., n, r] with c @ factors near x [..., n, d]: SWEEPS of coordinate descent, each coordinate exact."""
-    normal, wanted = factors @ factors.mT, x @ factors.mT
-    scale = normal.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(x.dtype).tiny)
+    """c >= 0 [..., n, r] with c @ factors near x [..., n, d]: at most SWEEPS of coordinate descent, each coordinate exact.
+
+    Coordinates stand first and are updated in place; with few rows the calls cost more than the arithmetic.
+    """
+    normal = factors @ factors.mT
+    scale = normal.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(x.dtype).tiny)[..., None]
+    wanted, normal = (factors @ x.mT) / scale, normal / scale
+    normal.diagonal(dim1=-2, dim2=-1).zero_()
     found = torch.zeros_like(wanted)
+    rows, targets, columns = (t.unsqueeze(-2).unbind(-3) for t in (normal, wanted, found))
     for _ in range(SWEEPS):
-        for i in range(factors.shape[-2]):
-            missing = wanted[..., i] - (found @ normal[..., i, :, None])[..., 0]
-            found[..., i] = (found[..., i] + missing / scale[..., i, None]).clamp(min=0)
-    return found
+        before = found.clone()
+        for row, target, column in zip(rows, targets, columns, strict=True):
+            column.copy_((target - row @ found).clamp_(min=0))
+        if torch.allclose(found, before, rtol=1e-5, atol=1e-7):
+            break
+    return found.mT
