@@ -78,7 +78,7 @@ def start(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def non_negative(x: Tensor, factors: Tensor) -> Tensor:
-    """c >= 0 [..., n, r] with c @ factors near x [..., n, d]: at most SWEEPS of coordinate descent, each coordinate exact.
+    """c >= 0 [..., n, r] with c @ factors near x [..., n, d]: up to SWEEPS of coordinate descent, each step exact.
 
     Coordinates stand first and are updated in place; with few rows the calls cost more than the arithmetic.
     """
