@@ -313,3 +313,23 @@ def test_texts_go_through_the_tokenizer(model):
 
     made = calibrate(model, ["some words to learn from, " * 4], "palu(rank=8)", tokenizer=tokenizer)
     assert made.metadata["tokens"] == str(26 * 4)
+
+
+@pytest.mark.parametrize("method", [
+    "palu(rank=32)", "k:learned_projection(rank=16,rope=pre) v:learned_projection(rank=16)",
+    "elitekv(frequencies=8,rank=32)",
+])
+def test_calibrated_bases_of_full_rank_leave_the_model_as_it_was(model, method, tmp_path):
+    """From the file through the cache into generation: nothing is lost where no rank is; without it, said so."""
+    from runtime import CompressedCache
+
+    text = ids(60, 9)[None]
+    calibrate(model, [ids(300)], method).save(tmp_path / "made.safetensors")
+    with torch.no_grad():
+        want = model(text).logits[:, 40:]
+        with CompressedCache(method, model, calibration=tmp_path / "made.safetensors") as cache:
+            model(text[:, :40], past_key_values=cache)
+            got = torch.cat([model(text[:, i : i + 1], past_key_values=cache).logits for i in range(40, 60)], dim=1)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    with torch.no_grad(), pytest.raises(KvsimError, match="calibration=FILE"), CompressedCache(method, model) as cache:
+        model(text[:, :40], past_key_values=cache)
