@@ -151,6 +151,12 @@ class Method:
                 f"{policy.name} drops single rows while generating, but {tied} ties {side} of several rows together, so a row "
                 f"cannot leave alone; use groups along the row (axis=token, scale=row) or a prompt policy such as snapkv"
             )
+        quantized = not isinstance(chain.format, Full)
+        if policy.drops == "rows" and not policy.positional and chain.basis.rewrites_rows and quantized:
+            raise KvsimError(
+                f"{policy.name} drops single rows while generating, but {chain.basis.name} keeps a map for each block of "
+                f"quantized rows; use it in full precision, or a prompt policy such as snapkv"
+            )
         if policy.drops == "rows" and policy.per_head and chain.basis.joins_heads:
             raise KvsimError(
                 f"{policy.name} drops other rows in each head, but {chain.basis.name} writes one row for several heads; "

@@ -101,6 +101,7 @@ def test_presets_fill_their_slot():
         ("k:full v:sketch", "cannot hold values"),
         ("h2o | kivi-2", "cannot leave alone"),
         ("h2o | cp", "one row for several heads"),
+        ("h2o | online_svd(rank=8) | int(bits=4,residual=64,flush=all)", "a map for each block"),
         ("hierarchy | int(bits=4,rope=pre)", "leave rope=post"),
         ("int(bits=1,symmetric=true)", "2 or more"),
         ("int(bits=4,flush=all)", "residual"),
