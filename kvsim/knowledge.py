@@ -17,7 +17,7 @@ from kvsim.parts import Correction, Format, Part, TokenPolicy, parts
 from kvsim.settings import written
 
 LENGTH = 32768
-"""Tokens at which lists give the size of a model's cache."""
+"""Tokens at which lists give the size of a model's cache, or its context where that is shorter."""
 
 
 def method_rows() -> list[dict[str, Any]]:
@@ -176,6 +176,7 @@ def _device_in_full(profile: HardwareProfile) -> dict[str, Any]:
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
+    length = min(LENGTH, spec.max_context or LENGTH)
     return {
         "kind": "model",
         "name": spec.name,
@@ -187,7 +188,8 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "max_context": spec.max_context,
         "dtype": spec.dtype,
         "source": spec.source,
-        "cache_bytes_32k": int(spec.cache_bytes(min(LENGTH, spec.max_context or LENGTH))),
+        "cache_tokens": length,
+        "cache_bytes": int(spec.cache_bytes(length)),
     }
 
 

@@ -68,10 +68,9 @@ def methods() -> str:
     """The parts as a table, then the presets folded away."""
     rows = ["| part | kind | what it does | survey | source |", "| --- | --- | --- | --- | --- |"]
     kinds = {"tokens": "token policy"}
-    rows += [
-        f"| `{r['name']}` | {kinds.get(r['kind'], r['kind'])} | {_cell(r['summary'])} | {r['survey']} | {_cell(r['source'])} |"
-        for r in method_rows()
-    ]
+    for r in method_rows():
+        cells = (f"`{r['name']}`", kinds.get(r["kind"], r["kind"]), r["summary"], r["survey"], r["source"])
+        rows.append(f"| {' | '.join(map(_cell, cells))} |")
     rows += ["", "<details><summary>Presets: names for the methods people know</summary>", ""]
     rows += ["| preset | method | what it is |", "| --- | --- | --- |"]
     rows += [f"| `{r['name']}` | `{_cell(r['method'])}` | {_cell(r['summary'])} |" for r in preset_rows()]

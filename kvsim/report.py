@@ -56,7 +56,6 @@ def table(out: Console, columns: Sequence[Column], rows: Iterable[Sequence[Any]]
         made.add_row(*(row[i] for i in kept.indices))
     out.print()
     out.print(made)
-    out.print()
 
 
 @dataclass(frozen=True)

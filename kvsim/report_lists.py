@@ -32,6 +32,7 @@ def print_methods(out: Console, rows: Sequence[Mapping[str, Any]], titles: Mappi
             table(out, columns, [(r["name"], r["method"], r["summary"], r["source"]) for r in some], title)
         else:
             table(out, heads, [(r["name"], r["summary"], r["survey"], r["source"]) for r in some], title)
+    out.print()
     say(
         out,
         "A method is written [policy |] [basis |] format, for example h2o(budget=0.2) | int(bits=4); "
@@ -76,7 +77,7 @@ def print_models(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         Column("active", right=True),
         Column("layers", fold=True),
         Column("context", right=True),
-        Column("cache at 32k", right=True),
+        Column("KV at 32k or less", right=True),
         Column("source", fold=True, optional=True),
     )
     table(
@@ -89,7 +90,7 @@ def print_models(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
                 "" if r["active_parameters"] == r["parameters"] else parameters(r["active_parameters"]),
                 ", ".join(f"{n} {k}" for k, n in r["kinds"].items()),
                 tokens(r["max_context"]) if r["max_context"] else "any",
-                gib(r["cache_bytes_32k"]),
+                gib(r["cache_bytes"]),
                 r["source"],
             )
             for r in rows
@@ -171,6 +172,7 @@ def _layers(out: Console, found: Mapping[str, Any]) -> None:
             for g in found["groups"]
         ],
     )
+    out.print()
     for warning in found["warnings"]:
         say(out, f"note: {warning}", indent=6)
 
@@ -248,6 +250,7 @@ def print_memory(out: Console, found: Memory) -> None:
     ]
     if rows:
         table(out, columns, rows, found.engine)
+    out.print()
     for label, value, text in (
         ("KV cache", found.kv_bytes, mib),
         ("keys", found.k_bytes, mib),

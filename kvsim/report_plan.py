@@ -41,6 +41,7 @@ def print_plan(out: Console, plan: Plan, everything: bool = False) -> None:
     say(out, f"wanted:  {OBJECTIVES[plan.objective]}{_limits(plan)}", indent=9)
     rows = _rows(plan, everything)
     table(out, COLUMNS, [_row(plan, c) for c in rows])
+    out.print()
     rest = len(plan.ranked) - sum(c in plan.ranked for c in rows)
     notes = (
         "* chosen, o on the frontier of memory, time and compression, x does not fit; total: at the peak, with reserve"

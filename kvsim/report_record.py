@@ -25,6 +25,7 @@ def print_record(out: Console, record: Record, reason: str, short: int) -> None:
     _waterfall(out, record)
     for name, timing in (("prefill", record.prefill), ("decode: one step of the whole batch", record.decode)):
         _phase(out, name, timing)
+    out.print()
     if case.workload.new_tokens:
         say(out, f"all {tokens(case.workload.new_tokens)} new tokens: {duration(record.generation_seconds)}")
     context, batch = tokens(record.max_context), tokens(record.max_batch)
@@ -60,6 +61,7 @@ def _waterfall(out: Console, record: Record) -> None:
         Column("of the device", optional=True),
     )
     table(out, columns, rows)
+    out.print()
     say(
         out,
         "scratch and activations are not held at the same time as every byte of the finished cache: the peak is the "
@@ -146,4 +148,5 @@ def print_sweep(out: Console, found: Sweep) -> None:
     say(out, f"{found.model} on {found.device}, {tokens(found.new_tokens)} new tokens; total: at the peak")
     table(out, columns, rows)
     if len(found) > len(rows):
+        out.print()
         say(out, f"{tokens(len(found) - len(rows))} more points: --out FILE.csv writes all of them")

@@ -15,21 +15,12 @@ ASK = ("--model", "llama-3.1-8b", "--device", "rtx-4090")
 COUNT = int
 SECONDS = {"seconds": float, "low": float, "high": float}
 PREDICT = {
-    "case": dict, "source": str, "cache_bytes": COUNT, "peak_bytes": COUNT, "weights_bytes": COUNT, "total_bytes": COUNT,
-    "fits": bool, "max_context": COUNT, "max_batch": COUNT, "prefill": dict, "decode": dict, "lines": list,
-    "memory": list, "buffers": list, "allocated_bytes": COUNT, "state_bytes": COUNT, "cross_bytes": COUNT,
-    "coefficients": str, "warnings": list,
+    "case": dict, "source": str, "cache_bytes": COUNT, "peak_bytes": COUNT, "weights_bytes": COUNT,
+    "total_bytes": COUNT, "fits": bool, "max_context": COUNT, "max_batch": COUNT, "prefill": dict, "decode": dict,
+    "lines": list, "memory": list, "buffers": list, "allocated_bytes": COUNT, "state_bytes": COUNT,
+    "cross_bytes": COUNT, "coefficients": str, "warnings": list,
 }  # fmt: skip
 LINE = {"phase": str, "name": str, "bytes": COUNT, "flops": float, **SECONDS, "term": str}
-    "phase": str,
-    "name": str,
-    "bytes": COUNT,
-    "flops": float,
-    "seconds": float,
-    "low": float,
-    "high": float,
-    "term": str,
-}
 BUFFER = {"name": str, "layer": COUNT, "shape": list, "bits": COUNT, "bytes": COUNT}
 MEMORY = {
     "engine": str, "kv_bytes": COUNT, "k_bytes": COUNT, "v_bytes": COUNT, "caches": list, "state_bytes": COUNT,

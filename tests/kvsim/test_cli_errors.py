@@ -229,8 +229,6 @@ def shipped_profile():
     [
         ('capacity = { value = 24564, unit = "MiB"', 'capacity = { value = 24564, unit = "GiB"'),
         ('capacity = { value = 24564, unit = "MiB"', 'capacity = { value = 24564, unit = "KiB"'),
-        # 24 GB of memory is 24 GiB for this vendor: 24e9 bytes are not what the driver reports.
-        ('capacity = { value = 24564, unit = "MiB"', 'capacity = { value = 24, unit = "GB"'),
         ("capacity = { value = 24564", "capacity = { value = -24564"),
         ("capacity = { value = 24564", "capacity = { value = nan"),
         ('bandwidth = { value = 1008, unit = "GB/s"', 'bandwidth = { value = 1008, unit = "TB/s"'),
@@ -310,27 +308,15 @@ def test_a_terminal_without_unicode_gets_its_answer():
 
 
 def test_an_interrupt_is_one_line_and_130():
-    args = (
-        "sweep",
-        *ASK,
-        "--method",
-        "full",
-        "--prompt",
-        "1:100000:1",
-        "--batch",
-        "1:100:1",
-        "--out",
-        os.devnull + ".csv",
-    )
-    args = args[:-2]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "kvsim", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    args = ("sweep", *ASK, "--method", "full", "--prompt", "1:100000:1", "--batch", "1:100:1")
+    command = [sys.executable, "-m", "kvsim", *args]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         running.wait(2)
-        pytest.skip("ten million points were predicted before they could be interrupted")
     except subprocess.TimeoutExpired:
         running.send_signal(signal.SIGINT)
+    else:
+        pytest.skip("ten million points were predicted before they could be interrupted")
     _, error = running.communicate(timeout=60)
     assert running.returncode == 130
     assert error.strip() == "kvsim: interrupted"
