@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ __all__ = ["Entry", "catalogue", "find", "load_model", "read_config"]
 CONFIG_BYTES_MAX = 8 * 2**20
 """Larger files are refused unread: the largest published config is under 1 MB."""
 DEPTH_MAX, NODES_MAX = 64, 400_000
+_LEAVES = frozenset((type(None), str, int, float, bool))
 _HUB_TIMEOUT_S = 10.0
 # Files whose model_type names another family than their architecture; the architecture is right.
 _RENAMED = {("glm", "Glm4MoeForCausalLM"): "glm4_moe"}
@@ -151,17 +152,17 @@ def _as_config(value: Any, where: str) -> dict[str, Any]:
     raise KvsimError(f"{where} is nested deeper than {DEPTH_MAX} levels")
 
 
-def _children(node: Any, where: str) -> list[Any]:
+def _children(node: Any, where: str) -> Iterable[Any]:
     """What an object or list holds; KvsimError on keys and values that JSON does not have."""
+    if type(node) in _LEAVES:
+        return ()
     if isinstance(node, Mapping):
         for key in node:
             if not isinstance(key, str):
                 raise KvsimError(f"{where} has the key {shown(key)}; keys are words")
-        return list(node.values())
+        return node.values()
     if isinstance(node, (list, tuple)):
-        return list(node)
-    if node is None or isinstance(node, (str, int, float, bool)):
-        return []
+        return node
     raise KvsimError(f"{where} holds a {type(node).__name__}, which JSON does not have")
 
 

@@ -65,7 +65,7 @@ def _gpt_neo(f: Fields) -> ModelSpec:
     flat: list[object] = []
     for entry in types if isinstance(types, list) else [[["global", "local"], 12]]:
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list) and isinstance(entry[1], int)
-                and 0 <= entry[1] <= 2048):
+                and 0 <= entry[1] <= 1024):
             raise f.fail("attention_types", f"holds {shown(entry)} instead of [[kinds], times]")
         flat += entry[0] * entry[1]
     if any(x not in ("global", "local") for x in flat) or len(flat) != count:

@@ -201,6 +201,8 @@ def _nemotron_mamba(f: Fields, hidden: int) -> Layer:
 def _nemotron_attention(f: Fields, hidden: int) -> Layer:
     heads, kv, dim = head_sizes(f, hidden)
     f.ignore("attention_bias")
+    if f.get("attention_head_dim") not in (None, dim):
+        raise f.fail("attention_head_dim", f"= {shown(f.get('attention_head_dim'))} where the class has heads of {dim}")
     return layer(attention_of(kv, heads, dim, 0), projections(hidden, heads, kv, dim), Part((), hidden))
 
 

@@ -23,7 +23,7 @@ def _t5(f: Fields) -> ModelSpec:
     """T5 and mT5: no biases, RMSNorms, heads of `d_kv`, one table of relative positions a stack; always tied."""
     hidden, heads, width = f.size("d_model"), f.size("num_heads", high=2**16), f.size("d_kv", high=2**16)
     count = layer_count(f, "num_layers")
-    decoders = f.size("num_decoder_layers", derive=count, high=2048)
+    decoders = f.size("num_decoder_layers", derive=count, high=1024)
     act = f.get("feed_forward_proj") or f.default("feed_forward_proj") or "relu"
     if not isinstance(act, str):
         raise f.fail("feed_forward_proj", "must be a word")
@@ -47,7 +47,7 @@ def _bart(f: Fields) -> ModelSpec:
         raise f.fail("tie_word_embeddings", f"= false is not accounted for in {f.model_type!r}")
     tokens = f.size("max_position_embeddings")
     table = (tokens + 2) * hidden + 2 * hidden + (2 * hidden if f.model_type == "mbart" else 0)
-    layers, inner = f.size("encoder_layers", high=2048), f.size("encoder_ffn_dim")
+    layers, inner = f.size("encoder_layers", high=1024), f.size("encoder_ffn_dim")
     towers = encoder("encoder", hidden, layers, inner) + small("encoder.rest", table)
     f.ignore("encoder_attention_heads", "num_hidden_layers", "is_encoder_decoder", "classif_dropout", "static_position_embeddings",
              "add_bias_logits", "add_final_layer_norm", "normalize_before", "normalize_embedding", "extra_pos_embeddings")
@@ -56,7 +56,7 @@ def _bart(f: Fields) -> ModelSpec:
 
 def _decoder(f: Fields, hidden: int, source: int, *, key_bias: bool, extra: int) -> ModelSpec:
     """The decoder stack with self- and cross-attention, three LayerNorms a layer."""
-    heads, count = f.size("decoder_attention_heads", high=2**16), f.size("decoder_layers", high=2048)
+    heads, count = f.size("decoder_attention_heads", high=2**16), f.size("decoder_layers", high=1024)
     if hidden % heads:
         raise f.fail("d_model", f"= {hidden} is no multiple of {heads} heads")
     width = hidden // heads

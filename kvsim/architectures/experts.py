@@ -55,6 +55,9 @@ def deepseek_moe(f: Fields, hidden: int, traits: Traits) -> FeedForward:
     if True not in sparse_at:
         f.ignore("moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok")
         return dense_feed(f, hidden, traits)
+    f.get("n_routed_experts", "num_experts")  # some files say both; they must agree
+    if not f.has("n_routed_experts") and f.has("num_experts"):
+        f.raw["n_routed_experts"] = f.raw["num_experts"]
     n, k = expert_counts(f, "n_routed_experts", "num_experts_per_tok")
     inner = f.size("moe_intermediate_size")
     sparse = experts(hidden, inner, n, k)
@@ -133,7 +136,7 @@ def _sinks(f: Fields) -> int:
 _KINDS: dict[str, tuple[Traits, Feed]] = {
     "mixtral": (Traits(window=windows.every), every_layer()),
     "phimoe": (replace(_ATTN, norm="layer", window=windows.every, head_bias="lm_head_bias"), every_layer()),
-    "minimax_m2": (Traits(qk_norm="width"), every_layer()),
+    "minimax_m2": (Traits(qk_norm="width", window=windows.coded_full), every_layer()),
     "gpt_oss": (replace(_ATTN, window=windows.pattern(2, fixed=True), extra=_sinks), every_layer(bias=True)),
     "olmoe": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),
     "flex_olmo": (replace(_ATTN, qk_norm="width"), every_layer("num_experts")),

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 from kvsim.errors import KvsimError, did_you_mean, shown
 
-LAYERS_MAX = 2048
+LAYERS_MAX = 1024
 """More layers than this are refused: the largest published decoder has about 130."""
 SIZE_MAX = 2**26
 """Upper bound of any width, head count, vocabulary or expert count in a config."""

@@ -125,11 +125,12 @@ def assemble(f: Fields, layers: Sequence[Layer], hidden: int, vocab: int, *, fin
     """
     width = width or hidden
     tied = f.flag("tie_word_embeddings") if tied is None else tied
-    next_n = f.maybe("num_nextn_predict_layers", "num_mtp_layers", high=LAYERS_MAX)
+    next_n = f.get("num_nextn_predict_layers", "num_mtp_layers")
+    next_n = f.get("num_mtp_modules") if next_n is None else next_n
     out = Matrix("lm_head", vocab, width, bias=head_bias)
     spare = vocab if head_bias and tied else 0  # the bias of a tied head is no part of the table
     return ModelSpec(
         name=f.model_type, architecture=f.model_type, layers=tuple(layers), hidden_size=hidden,
         vocab_size=vocab, embeddings=(Matrix("embed_tokens", vocab, width), *embeddings), head=out, tied=tied,
         other_parameters=final + extra + spare, dtype=dtype_of(f), max_context=context_of(f),
-        next_n_layers=next_n or f.maybe("num_mtp_modules", high=LAYERS_MAX) or 0)
+        next_n_layers=0 if next_n is None else f.checked("num_nextn_predict_layers", next_n, 0, LAYERS_MAX))

@@ -139,12 +139,10 @@ def _merger(f: Fields, hidden: int, out: int) -> Tower:
 def llama4_vision(f: Fields) -> Tower:
     """Llama-4's encoder with its pixel-shuffle adapter."""
     hidden, layers, inner = _sizes(f)
-    ratio = f.number("pixel_shuffle_ratio", low=0.01, high=1)
-    shuffled = int(hidden // ratio**2)
     mid, out = f.size("projector_input_dim"), f.size("projector_output_dim")
-    f.ignore("vision_output_dim", "multi_modal_projector_bias", "vision_feature_layer")
+    f.ignore("vision_output_dim", "pixel_shuffle_ratio", "multi_modal_projector_bias", "vision_feature_layer")
     return (*encoder("vision", hidden, layers, inner), *small("vision.rest", hidden * (_pixels(f) + _grid(f) + 2) + 4 * hidden),
-            *linear("adapter.fc1", mid, shuffled, False), *linear("adapter.fc2", out, out, False))
+            *linear("adapter.fc1", mid, inner, False), *linear("adapter.fc2", out, out, False))
 
 
 def whisper_encoder(f: Fields) -> Tower:

@@ -40,7 +40,7 @@ def wrapped(f: Fields, around: Around) -> ModelSpec:
     if not f.has(around.field):
         raise f.fail(around.field, f"is missing; {f.model_type!r} cannot be read without it")
     inner = f.child(around.field, around.text)
-    if inner.model_type == f.model_type:  # files that repeat the outer name inside
+    if inner.model_type == f.model_type and around.text.startswith(f.model_type):  # files that repeat the outer name inside
         inner = f.child(around.field, around.text, around.text)
     builder = families().get(inner.model_type)
     if builder is None or builder is families()[f.model_type]:

@@ -163,3 +163,11 @@ def where_no_rope(f: Fields, count: int) -> list[int]:
         rope = f.items("no_rope_layers", "int", count) or [int((i + 1) % step != 0) for i in range(count)]
         types = [SLIDING if on and not r else FULL for r in rope]
     return _by_type(f, types)
+
+
+def coded_full(f: Fields, count: int) -> list[int]:
+    """MiniMax-M2: `attn_type_list`, where given, must say full attention (1) for every layer."""
+    coded = f.items("attn_type_list", "int", count)
+    if coded is not None and set(coded) != {1}:
+        raise f.fail("attn_type_list", f"holds kinds other than 1 (full attention), which {f.model_type!r} has not")
+    return full(f, count)
