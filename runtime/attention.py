@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime import leaving
+from runtime.latent import rebuild
 from runtime.parts import Prompt, Step
-from runtime.side import Side
 from runtime.store import Store
 
 BLOCK = 512
@@ -24,6 +25,11 @@ class Rule:
     scaling: float
     softcap: float = 0.0
     sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention computes it."""
+        return not self.softcap and self.sinks is None
 
     def logits(self, scores: Tensor) -> Tensor:
         """Scaled (and capped) logits."""
@@ -44,43 +50,58 @@ def grouped(x: Tensor, heads: int) -> Tensor:
     return x.reshape(batch, heads, query_heads // heads * rows, width)
 
 
-def hidden(queries: int, rows: int, window: int, device: torch.device) -> Tensor:
-    """True where query i (the last `queries` of `rows` rows) must not see row j: the future, or beyond the window."""
-    at = torch.arange(rows - queries, rows, device=device)[:, None]
+def mean_group(weights: Tensor, heads: int) -> Tensor:
+    """[B, Hq, m, n] -> [B, heads, m, n], the mean over the query heads of a KV head."""
+    return weights.reshape(weights.shape[0], heads, -1, *weights.shape[2:]).mean(2)
+
+
+def hidden(
+    queries: int, rows: int, window: int, device: torch.device, first: int = 0, count: int | None = None
+) -> Tensor:
+    """True where a query must not see a row: the future, or beyond the window; [count, rows].
+
+    Query i is row rows - queries + i; those from `first` on are asked for.
+    """
+    stop = queries if count is None else min(first + count, queries)
+    at = torch.arange(rows - queries + first, rows - queries + stop, device=device)[:, None]
     row = torch.arange(rows, device=device)[None]
     return (row > at) | (row <= at - window) if window else row > at
 
 
-def attend_prompt(q: Tensor, k: Tensor, v: Tensor, rule: Rule, window: int) -> Tensor:
-    """Causal attention of a whole prompt [B, Hq, T, d] in full precision."""
-    if not rule.softcap and rule.sinks is None:
-        mask = None if not window or k.shape[2] <= window else ~hidden(q.shape[2], k.shape[2], window, q.device)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1,
-                                                       scale=rule.scaling, enable_gqa=q.shape[1] != k.shape[1])
-    return attend_later(q, k, v, rule, window)
+# -- full precision ------------------------------------------------------------------------------------------------
 
 
-def attend_later(q: Tensor, k: Tensor, v: Tensor, rule: Rule, window: int) -> Tensor:
-    """Causal attention of the last q rows over all k rows, in full precision."""
-    if not rule.softcap and rule.sinks is None:
-        mask = None if q.shape[2] == 1 and not window else ~hidden(q.shape[2], k.shape[2], window, q.device)
-        grouped_heads = q.shape[1] != k.shape[1]
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=grouped_heads)
-    pieces = [(grouped(w, k.shape[1]) @ v.float()).reshape(*w.shape[:3], v.shape[3])
-              for _, w in _weights_in_blocks(q, k, rule, window)]
-    return torch.cat(pieces, dim=2).to(q.dtype)
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, rule: Rule, window: int) -> Tensor:
+    """Causal attention of the last rows' queries q [B, Hq, m, d] over all rows k, v [B, H, n, d] in full precision."""
+    m, n = q.shape[2], k.shape[2]
+    if not rule.plain:
+        pieces = [
+            (grouped(w, v.shape[1]) @ v.float()).reshape(*w.shape[:3], v.shape[3])
+            for _, w in _weights_in_blocks(q, k, rule, window)
+        ]
+        return torch.cat(pieces, dim=2).to(q.dtype)
+    causal, past_window = m == n > 1, bool(window) and n > window
+    mask = None if (m == 1 or causal) and not past_window else ~hidden(m, n, window, q.device)
+    return functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=rule.scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 def _weights_in_blocks(q: Tensor, k: Tensor, rule: Rule, window: int) -> Iterator[tuple[int, Tensor]]:
-    """(first query, weights [B, Hq, block, T]) for a causal prompt, float32."""
-    total = k.shape[2]
-    mask = hidden(q.shape[2], total, window, q.device)
+    """(first query, weights [B, Hq, block, n]) of the last rows' queries, float32."""
+    queries, total = q.shape[2], k.shape[2]
     keys = k.float().transpose(2, 3)
-    for start in range(0, q.shape[2], BLOCK):
+    for start in range(0, queries, BLOCK):
         part = q[:, :, start : start + BLOCK].float()
         scores = (grouped(part, k.shape[1]) @ keys).reshape(*part.shape[:3], total)
-        logits = rule.logits(scores).masked_fill(mask[start : start + BLOCK], float("-inf"))
-        yield start, rule.weights(logits)
+        unseen = hidden(queries, total, window, q.device, start, BLOCK)
+        yield start, rule.weights(rule.logits(scores).masked_fill(unseen, float("-inf")))
 
 
 def observe(prompt: Prompt, q: Tensor, rule: Rule) -> None:
@@ -89,7 +110,7 @@ def observe(prompt: Prompt, q: Tensor, rule: Rule) -> None:
     mass = torch.zeros((batch, heads, total), device=q.device)
     hits = torch.zeros_like(mass)
     for start, weights in _weights_in_blocks(q, prompt.keys, rule, 0):
-        mean = weights.reshape(batch, heads, -1, *weights.shape[2:]).mean(2)
+        mean = mean_group(weights, heads)
         mass += mean.sum(2)
         seen = torch.arange(start + 1, start + 1 + mean.shape[2], device=q.device)
         hits += (mean > (1.0 / seen)[:, None]).sum(2)
@@ -98,55 +119,70 @@ def observe(prompt: Prompt, q: Tensor, rule: Rule) -> None:
     prompt.seen_by = torch.arange(total, 0, -1, device=q.device)
 
 
+# -- over a store ----------------------------------------------------------------------------------------------------
+
+
 def attend(store: Store, q: Tensor, rule: Rule) -> tuple[Tensor, Step]:
     """Attend the last m rows' queries [B, Hq, m, d] over everything the store holds (their own rows included).
 
     Returns the output [B, Hq, m, dv] and what the policy may look at.
     """
-    m = q.shape[2]
-    step = Step(seen=store.seen, rows=store.keys.rows, queries=q, new=m)
+    step = Step(seen=store.seen, rows=store.keys.rows, queries=q, new=q.shape[2])
     if _is_plain(store):
-        return attend_later(q, store.sides["k"].read(), store.sides["v"].read(), rule, 0), step
-    ranges = store.live_ranges()
-    live = [None, None] if ranges is None else [_visible(s, ranges, m, store.geometry.window) for s in store.sides.values()]
-    rows = store.keys.rows if live[0] is None else live[0].shape[0]
-    logits = rule.logits(_scores(store, q, live[0], rows))
-    if store.policy is not None:
-        state = {n: p.read() for n, p in store.state.items()}
-        bias = store.policy.bias(state, store.seen - m, rows)
-        logits = logits if bias is None else _add_bias(logits, bias)
-        chosen = store.policy.attended(state, q, rows) if m == 1 else None
-        logits = logits if chosen is None else _only(logits, chosen)
-    if m > 1 or store.geometry.window:
-        logits = logits.masked_fill(hidden(m, rows, store.geometry.window, q.device), float("-inf"))
-    weights = rule.weights(logits)
+        return attend_rows(q, store.keys.rest.read(), store.values.rest.read(), rule, 0), step  # type: ignore[union-attr]
+    pieces = [_attend_block(store, q, rule, start) for start in range(0, q.shape[2], BLOCK)]
     if store.policy is not None and store.policy.step_weights:
-        step.weights = weights.reshape(weights.shape[0], store.geometry.n_kv_heads, -1, *weights.shape[2:]).mean(2)
-    return _values(store, weights, live[-1]).to(q.dtype), step
-
-
-def _visible(side: Side, ranges: list[tuple[int, int]], queries: int, window: int) -> Tensor | None:
-    """Rows of a side that some of the queries may see: with several queries, those that only the first still sees too."""
-    if window:
-        low, high = ranges[0]
-        ranges = [(max(0, low - queries + 1), high)]
-    return side.visible(ranges)
+        step.weights = torch.cat([mean_group(w, store.geometry.n_kv_heads) for _, w in pieces], dim=2)
+    return torch.cat([out for out, _ in pieces], dim=2).to(q.dtype), step
 
 
 def _is_plain(store: Store) -> bool:
-    sides = store.sides.values()
-    return store.policy is None and not store.geometry.window and all(s.plain and s.basis is None for s in sides) and not store.method.k.before_rope
+    untouched = all(s.plain and s.basis is None and s.rest is not None for s in store.sides.values())
+    return untouched and store.policy is None and not store.geometry.window and not store.method.k.before_rope
 
 
-def _add_bias(logits: Tensor, bias: Tensor) -> Tensor:
-    groups = logits.shape[1] // bias.shape[1]
-    return logits + bias.repeat_interleave(groups, dim=1)[:, :, None]
+def _attend_block(store: Store, q: Tensor, rule: Rule, start: int) -> tuple[Tensor, Tensor]:
+    """Output and weights [B, Hq, block, rows] of the queries from `start` on."""
+    m, part = q.shape[2], q[:, :, start : start + BLOCK]
+    live = _live(store, m)
+    rows = store.keys.rows if live[0] is None else live[0].shape[0]
+    logits = rule.logits(_scores(store, part, live[0], rows))
+    if store.policy is not None:
+        logits = _guided(store, logits, q)
+    if m > 1 or store.geometry.window:
+        unseen = hidden(m, rows, store.geometry.window, q.device, start, BLOCK)
+        logits = logits.masked_fill(unseen, float("-inf"))
+    weights = rule.weights(logits)
+    return _values(store, weights, live[-1]), weights
 
 
-def _only(logits: Tensor, chosen: Tensor) -> Tensor:
-    open_rows = torch.full_like(logits, float("-inf"))
+def _live(store: Store, queries: int) -> list[Tensor | None]:
+    """For each side the rows that some of the queries may see, None where all: dead rows may wait for their unit."""
+    appended = store.keys.appended
+    if store.geometry.window:
+        ranges = [(max(0, appended - store.geometry.window - queries + 1), appended)]
+    else:
+        # nothing is dropped before the step, and any steps that wait, are over
+        settled = appended - queries - sum(step.new for step in store.waiting)
+        before = store.ranges_after(settled)
+        if before is None:
+            return [None]
+        ranges = [*before, (settled, appended)]
+    return [leaving.visible(side, ranges) for side in store.sides.values()]
+
+
+def _guided(store: Store, logits: Tensor, q: Tensor) -> Tensor:
+    """Logits with the policy's bias, and only those of the rows that it reads."""
+    assert store.policy is not None
+    state, rows, m = store.state_tensors(), logits.shape[3], q.shape[2]
+    bias = store.policy.bias(state, store.settled_seen - m, rows)
+    if bias is not None:
+        logits = logits + bias.repeat_interleave(logits.shape[1] // bias.shape[1], dim=1)[:, :, None]
+    chosen = store.policy.attended(state, q, rows) if m == 1 and not store.waiting else None
+    if chosen is None:
+        return logits
     index = chosen.repeat_interleave(logits.shape[1] // chosen.shape[1], dim=1)[:, :, None]
-    return open_rows.scatter(3, index, logits.gather(3, index))
+    return torch.full_like(logits, float("-inf")).scatter(3, index, logits.gather(3, index))
 
 
 def _scores(store: Store, q: Tensor, live: Tensor | None, rows: int) -> Tensor:
@@ -155,28 +191,28 @@ def _scores(store: Store, q: Tensor, live: Tensor | None, rows: int) -> Tensor:
     maps, offset = side.maps()
     latent_q = None if maps is None or before else _into(q, maps)
     constant = None if offset is None or before else _against(q.float(), offset.float())
-    at = store.row_positions(rows)
-    pieces = []
+    at = store.row_positions(rows) if before else None
+    pieces: list[Tensor] = []
+    done = 0
     for start, tile in side.tiles():
-        index = None if live is None else (live - start)[(live >= start) & (live < start + tile.shape[2])]
-        tile = tile if index is None else tile.index_select(2, index)
-        if before:
-            here = sum(p.shape[3] for p in pieces)
-            full = tile if maps is None else _out(tile, maps, offset)
-            turned = store.around.rotation.rotate(full, _positions(at, here, full))  # type: ignore[union-attr]
+        shown = tile if live is None else tile.index_select(2, _inside(live, start, tile.shape[2]))
+        if at is not None:
+            full = shown if maps is None else rebuild(shown, maps, offset)
+            here = at[:, :, done : done + full.shape[2]].expand(*full.shape[:2], -1)
+            turned = store.around.rotation.rotate(full, here if at.shape[1] > 1 else here[:, 0])  # type: ignore[union-attr]
             pieces.append(_against(q.float(), turned.float()))
         elif latent_q is None:
-            pieces.append(_against(q.float(), tile.float()))
+            pieces.append(_against(q.float(), shown.float()))
         else:
-            scores = _against(latent_q, tile.float())
+            scores = _against(latent_q, shown.float())
             pieces.append(scores if constant is None else scores + constant)
+        done += shown.shape[2]
     return torch.cat(pieces, dim=3)
 
 
-def _positions(at: Tensor, start: int, rows: Tensor) -> Tensor:
-    batch, heads, count = rows.shape[:3]
-    here = at[:, :, start : start + count]
-    return here.expand(batch, heads, count) if here.shape[1] > 1 else here[:, 0].expand(batch, count)
+def _inside(live: Tensor, start: int, count: int) -> Tensor:
+    """Which rows of a tile are live."""
+    return (live - start)[(live >= start) & (live < start + count)]
 
 
 def _against(q: Tensor, rows: Tensor) -> Tensor:
@@ -191,14 +227,9 @@ def _into(q: Tensor, maps: Tensor) -> Tensor:
     return found.reshape(*q.shape[:3], maps.shape[2])
 
 
-def _out(coefficients: Tensor, maps: Tensor, offset: Tensor | None) -> Tensor:
-    rows = coefficients.to(maps.dtype) @ maps
-    return rows if offset is None else rows + offset
-
-
 def _values(store: Store, weights: Tensor, live: Tensor | None) -> Tensor:
     """Weights times values, in the latent where there is a basis, mapped out once at the end."""
-    side = store.sides["v"] if "v" in store.sides else store.keys
+    side = store.values
     if live is not None:
         spread = weights.new_zeros((*weights.shape[:3], side.rows))
         weights = spread.index_copy(3, live, weights)
@@ -213,6 +244,6 @@ def _values(store: Store, weights: Tensor, live: Tensor | None) -> Tensor:
         return total
     out = (grouped(total, maps.shape[1]) @ maps.float()).reshape(*total.shape[:3], maps.shape[3])
     if offset is not None:
-        shared = (grouped(weights.sum(-1, keepdim=True), maps.shape[1]) @ offset.float()).reshape(out.shape)
-        out = out + shared
+        shared = grouped(weights.sum(-1, keepdim=True), maps.shape[1]) @ offset.float()
+        out = out + shared.reshape(out.shape)
     return out

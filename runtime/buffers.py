@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ class Paged:
         self._empty = like.new_empty((batch, heads, 0, width))
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sequences, heads, live rows and width."""
+        batch, heads, _, width = self._empty.shape
+        return batch, heads, self.rows, width
+
+    @property
     def capacity(self) -> int:
         """Rows that the chunks have room for."""
         return sum(c.shape[2] for c in self.chunks)
@@ -29,8 +36,8 @@ class Paged:
     @property
     def nbytes(self) -> int:
         """Bytes of live rows."""
-        batch, heads, _, width = self._empty.shape
-        return batch * heads * self.rows * width * self._empty.element_size()
+        batch, heads, rows, width = self.shape
+        return batch * heads * rows * width * self._empty.element_size()
 
     @property
     def allocated(self) -> int:
@@ -39,6 +46,10 @@ class Paged:
 
     def _room(self, rows: int) -> int:
         return -(-rows // self.unit) * self.unit if self.unit else rows
+
+    def _chunk(self, rows: int) -> Tensor:
+        batch, heads, _, width = self._empty.shape
+        return self._empty.new_empty((batch, heads, self._room(rows), width))
 
     def append(self, x: Tensor) -> None:
         """Add rows x [B, H, n, w] behind those that are there."""
@@ -49,57 +60,102 @@ class Paged:
             at = last.shape[2] - free
             last[:, :, at : at + fits] = x[:, :, :fits]
         if new > fits:
-            batch, heads, _, width = self._empty.shape
-            chunk = self._empty.new_empty((batch, heads, self._room(new - fits), width))
+            chunk = self._chunk(new - fits)
             chunk[:, :, : new - fits] = x[:, :, fits:]
             self.chunks.append(chunk)
         self.rows += new
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start..stop: a view where they lie in one chunk, a copy otherwise."""
-        stop = self.rows if stop is None else min(stop, self.rows)
-        pieces, at = [], 0
-        for chunk in self.chunks:
-            low, high = max(start - at, 0), min(stop - at, chunk.shape[2])
-            if low < high:
-                pieces.append(chunk[:, :, low:high])
-            at += chunk.shape[2]
+        pieces = list(self.views(start, self.rows if stop is None else stop))
         if not pieces:
             return self._empty
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
+    def views(self, start: int, stop: int) -> Iterable[Tensor]:
+        """Rows start..stop as views, chunk by chunk."""
+        stop, at = min(stop, self.rows), 0
+        for chunk in self.chunks:
+            low, high = max(start - at, 0), min(stop - at, chunk.shape[2])
+            if low < high:
+                yield chunk[:, :, low:high]
+            at += chunk.shape[2]
+
     def assign(self, x: Tensor) -> None:
-        """Hold exactly the rows x, in one chunk of the right capacity."""
+        """Hold exactly the rows x, which may be a view of those held; in place where the capacity stays."""
+        same = x.shape[:2] == self._empty.shape[:2] and x.shape[3] == self._empty.shape[3]
+        if same and len(self.chunks) == 1 and self.capacity == self._room(x.shape[2]) and self.rows:
+            chunk = self.chunks[0]
+            if x.untyped_storage().data_ptr() == chunk.untyped_storage().data_ptr():
+                if x.data_ptr() == chunk.data_ptr() and x.shape[2] == self.rows:
+                    return
+                x = x.clone()
+            chunk[:, :, : x.shape[2]] = x
+            self.rows = x.shape[2]
+            return
         self._empty = x.new_empty((x.shape[0], x.shape[1], 0, x.shape[3]))
-        self.chunks, self.rows = [], 0
-        if x.shape[2]:
-            self.append(x)
+        self._hold([x], x.shape[2])
+
+    def _hold(self, pieces: Iterable[Tensor], rows: int) -> None:
+        """Exactly these rows, copied once into one chunk."""
+        if not rows:
+            self.chunks, self.rows = [], 0
+            return
+        chunk, at = self._chunk(rows), 0
+        for piece in pieces:
+            chunk[:, :, at : at + piece.shape[2]] = piece
+            at += piece.shape[2]
+        self.chunks, self.rows = [chunk], rows
 
     def keep(self, index: Tensor) -> None:
-        """Keep rows index [B, H, m] of each head, in that order."""
+        """Keep rows index [B, H or more, m] of each head, in that order."""
         rows = self.read()
-        heads = index[:, : rows.shape[1]] if rows.shape[1] < index.shape[1] else index
-        self.assign(rows.gather(2, heads[..., None].expand(-1, -1, -1, rows.shape[3])))
+        wide = index[:, : rows.shape[1], :, None].expand(-1, -1, -1, rows.shape[3])
+        self._hold([rows.gather(2, wide)], index.shape[2])
+
+    def keep_runs(self, runs: list[tuple[int, int]]) -> None:
+        """Keep the rows of runs [start, stop), in order."""
+        count = sum(stop - start for start, stop in runs)
+        if count == self.rows:
+            return
+        if runs and runs[0][0] == 0 and len(runs) == 1:
+            self.truncate(runs[0][1])
+            return
+        self._hold([view for start, stop in runs for view in self.views(start, stop)], count)
 
     def truncate(self, rows: int) -> None:
-        """Drop rows from the end."""
-        self.cut(lambda x: x[:, :, :rows], rows)
+        """Drop rows from the end; at most the last chunk that stays is copied, where it must become smaller."""
+        self.rows = rows
+        spare = self.capacity - self._room(rows)
+        while spare:
+            last = self.chunks.pop()
+            if last.shape[2] > spare:
+                self.chunks.append(last[:, :, : last.shape[2] - spare].clone(memory_format=torch.contiguous_format))
+            spare -= min(spare, last.shape[2])
 
     def drop_front(self, rows: int) -> None:
         """Drop rows from the front."""
         if rows:
-            self.cut(lambda x: x[:, :, rows:], self.rows - rows)
+            self.keep_runs([(rows, self.rows)] if rows < self.rows else [])
 
-    def cut(self, choose: Callable[[Tensor], Tensor], rows: int) -> None:
-        """Keep a slice; the chunks are rebuilt only where the capacity must change or rows move."""
-        if rows == self.rows:
+    def put(self, at: Tensor, x: Tensor) -> None:
+        """Write x[b, h, i] into row at[b, h, i] where that is one of the rows."""
+        if not self.rows or not at.shape[2]:
             return
-        self.assign(choose(self.read()).clone())
+        held = self.read()
+        inside = (at >= 0) & (at < self.rows)
+        # what is not written goes to a row behind the last one, which is cut off again
+        index = torch.where(inside, at, self.rows)[..., None].expand(-1, -1, -1, held.shape[3])
+        moved = torch.cat([held, held[:, :, :1]], dim=2).scatter_(2, index, x.to(held.dtype))
+        self.assign(moved[:, :, : self.rows])
 
-    def batch(self, index: Tensor) -> None:
-        """Select sequences (reorder, repeat or drop them)."""
-        self.chunks = [c.index_select(0, index.to(c.device)) for c in self.chunks]
-        self._empty = self._empty.index_select(0, index.to(self._empty.device))
+    def picked(self, index: Tensor) -> Paged:
+        """The same rows of the sequences index [m], in storages of their own."""
+        found = copy(self)
+        found.chunks = [c.index_select(0, index.to(c.device)) for c in self.chunks]
+        _, heads, _, width = self._empty.shape
+        found._empty = self._empty.new_empty((len(index), heads, 0, width))
+        return found
 
     def to(self, device: torch.device) -> None:
         """Move every chunk."""

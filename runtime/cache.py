@@ -17,61 +17,90 @@ from kvsim.errors import KvsimError
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 from kvsim.record import HeldBuffer
-from runtime.hook import NAME, OURS, register
+from runtime.hook import NAME, HeldRows, close_on, open_on
 from runtime.layers import CompressedLayer
 from runtime.rope import Rotation
-from runtime.store import Geometry, Surroundings
+from runtime.sharing import Geometry, Surroundings
 
 
 class CompressedCache(Cache):
-    """A cache for one model and one batch; pass it as `past_key_values` to `generate` or to the model.
+    """A cache for one model and one batch; pass it as `cache` to `generate` or to the model.
 
     Args:
         method: the written form or a Method. hf_model: a decoder-only Hugging Face model whose attention goes through
             transformers' attention interface. calibration: a calibration, or the file that holds one.
-        prompt_tokens: length of the prompt where it comes in several forward calls: it is compressed once, when complete.
+        prompt_tokens: length of a prompt that comes in several forward calls: it is compressed once, when complete.
         seed: of random matrices.
 
-    While the cache is open the model's attention is `kvsim`'s; `close()` or leaving `with` restores it. Raises
-    KvsimError for architectures and settings that cannot run.
+    While the cache is open the model's attention is `kvsim`'s; `close()` or leaving `with` restores it (the last of
+    several caches on a model does). Forwards without this cache compute what they always did. Raises KvsimError for
+    architectures and settings that cannot run.
     """
 
-    def __init__(self, method: str | Method, hf_model: nn.Module, *, calibration: Any = None,
-                 prompt_tokens: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        method: str | Method,
+        hf_model: nn.Module,
+        *,
+        calibration: Any = None,
+        prompt_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
         self.method = parse_method(method)
         self.model = hf_model
         self.spec = spec_of(hf_model)
         self.calibration = _tensors(calibration, hf_model)
-        modules = attention_modules(hf_model, self.spec)
-        parameter = next(hf_model.parameters())
+        self.modules = attention_modules(hf_model, self.spec)
         layers = []
-        for index, module in enumerate(modules):
+        for index, module in enumerate(self.modules):
             own = self.method.at(index, self.spec.n_layers)
-            geometry = geometry_of(self.spec, index)
-            rotation = Rotation(hf_model, module, _layer_type(hf_model, index)) if own.k.before_rope else None
-            around = Surroundings(parameter.dtype, parameter.device, rotation, _of_layer(self.calibration, index), {}, seed)
-            layers.append(CompressedLayer(own, geometry, around, prompt_tokens))
+            rotation = Rotation(hf_model, module, _layer_type(hf_model, index)) if needs_rotation(own) else None
+            dtype, device = _place_of(module)
+            around = Surroundings(dtype, device, rotation, _of_layer(self.calibration, index), seed)
+            layers.append(CompressedLayer(own, geometry_of(self.spec, index), around, prompt_tokens))
         super().__init__(layers=layers)
-        register()
-        self._before: str | None = hf_model.config._attn_implementation
-        hf_model.set_attn_implementation(NAME)
+        self._open = False
+        open_on(hf_model)
+        self._open = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As transformers calls it; refuses to go on from a forward that did not finish."""
+        if not self._open or self.modules[layer_idx].config._attn_implementation != NAME:  # type: ignore[union-attr]
+            raise KvsimError("this cache is closed, or the model's attention was changed: make a new CompressedCache")
+        layer, behind = self.layers[layer_idx], self.layers[layer_idx - 1]
+        expected = self.layers[0].seen - (key_states.shape[2] if layer_idx else 0)
+        if layer.pending is not None or behind.pending is not None or layer.seen != expected:
+            raise KvsimError(
+                "attention did not pass through kvsim (another model's forward, or an architecture without the "
+                "attention interface), or the last forward stopped midway: reset() the cache"
+            )
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return found
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As transformers asks; notes that the mask that follows is this cache's."""
-        OURS.set(True)
-        return super().get_mask_sizes(query_length, layer_idx)
+        """As transformers asks; the type of the length tells the mask function that the mask is this cache's."""
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return HeldRows(length), offset
 
     def close(self) -> None:
-        """Give the model its own attention back."""
-        if self._before is not None:
-            self.model.set_attn_implementation(self._before)
-            self._before = None
+        """Give the model its own attention back; the cache takes no more tokens. Closing twice is closing once."""
+        if self._open:
+            self._open = False
+            close_on(self.model)
 
     def __enter__(self) -> CompressedCache:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()
 
     def set_scores(self, scores: list[Tensor]) -> None:
         """Give token policies scores from a pass outside (gradients), [B, H, T] for each layer."""
@@ -82,8 +111,11 @@ class CompressedCache(Cache):
 
     def buffers(self) -> tuple[HeldBuffer, ...]:
         """Every tensor held: name, layer, shape and live bytes, named as a predicted record names them."""
-        return tuple(HeldBuffer(name, index, shape, 0, live) for index, layer in enumerate(self.layers)
-                     for name, shape, live, _ in layer.held())
+        return tuple(
+            HeldBuffer(name, index, shape, 0, live)
+            for index, layer in enumerate(self.layers)
+            for name, shape, live, _ in layer.held()
+        )
 
     def nbytes(self) -> int:
         """Bytes of live rows and fixed buffers: equals the predicted `cache_bytes`."""
@@ -106,7 +138,9 @@ def spec_of(hf_model: nn.Module) -> ModelSpec:
     for index, layer in enumerate(spec.layers):
         kind = layer.kind
         if kind not in ("full", "sliding"):
-            raise KvsimError(f"layer {index} of {spec.architecture} is {kind}: the runtime holds full and sliding attention")
+            raise KvsimError(
+                f"layer {index} of {spec.architecture} is {kind}: the runtime holds full and sliding attention"
+            )
     return spec
 
 
@@ -118,8 +152,10 @@ def attention_modules(hf_model: nn.Module, spec: ModelSpec) -> list[nn.Module]:
         if isinstance(index, int) and "Attention" in type(module).__name__:
             found.setdefault(index, module)
     if sorted(found) != list(range(spec.n_layers)):
-        raise KvsimError(f"{type(hf_model).__name__}: found {len(found)} attention modules for {spec.n_layers} layers; "
-                         f"this architecture is not supported")
+        raise KvsimError(
+            f"{type(hf_model).__name__}: found {len(found)} attention modules for {spec.n_layers} layers; "
+            f"this architecture is not supported"
+        )
     return [found[i] for i in range(spec.n_layers)]
 
 
@@ -127,7 +163,15 @@ def geometry_of(spec: ModelSpec, index: int) -> Geometry:
     """One layer's cache in numbers."""
     attention = spec.layers[index].attention
     assert attention is not None
-    return Geometry(attention.n_heads, attention.n_kv_heads, attention.k_dim, attention.v_dim, attention.window, index, spec.n_layers)
+    return Geometry(
+        attention.n_heads,
+        attention.n_kv_heads,
+        attention.k_dim,
+        attention.v_dim,
+        attention.window,
+        index,
+        spec.n_layers,
+    )
 
 
 def _layer_type(hf_model: nn.Module, index: int) -> str | None:
@@ -151,6 +195,13 @@ def _of_layer(calibration: Mapping[str, Tensor], index: int) -> Mapping[str, Ten
     return {k.removeprefix(prefix): v for k, v in calibration.items() if k.startswith(prefix)}
 
 
-def inference() -> Any:
-    """No gradients: what generation runs under."""
-    return torch.inference_mode()
+def _place_of(module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """Dtype and device that a layer's keys will have, as its parameters have them; the first rows correct it."""
+    found = [p for p in module.parameters() if p.is_floating_point()]
+    dtype = next((p.dtype for p in found if p.dtype in (torch.float32, torch.bfloat16, torch.float16)), torch.float32)
+    return dtype, found[0].device if found else torch.device("cpu")
+
+
+def needs_rotation(method: Method) -> bool:
+    """Whether a layer must be able to undo its rotary embedding."""
+    return method.k.before_rope or method.k.basis.both_sides

@@ -12,22 +12,44 @@ from torch import Tensor, nn
 
 from kvsim.errors import KvsimError
 
+CHANGES = ("dynamic", "longrope")
+"""Kinds of scaling whose angles depend on how long the text has become: what was rotated cannot be undone later."""
+
 
 class Rotation:
     """The rotation of one attention layer: `rotate(x, positions)` and its inverse `unrotate`.
 
-    Raises KvsimError where the architecture has no rotary embedding that can be undone.
+    Raises KvsimError where the architecture has no rotary embedding that can be undone, or rotates in another way.
     """
 
     def __init__(self, model: nn.Module, attention: nn.Module, layer_type: str | None = None) -> None:
-        base = getattr(model, "base_model", model)
-        self.embedding: Any = getattr(attention, "rotary_emb", None) or getattr(base, "rotary_emb", None)
-        half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
-        if self.embedding is None or half is None:
-            raise KvsimError(f"rope=pre: {type(attention).__name__} has no rotary embedding to undo; leave rope=post")
+        self.embedding: Any = getattr(attention, "rotary_emb", None) or _embedding(model)
+        source = sys.modules[type(attention).__module__]
+        half, apply = getattr(source, "rotate_half", None), getattr(source, "apply_rotary_pos_emb", None)
+        self.name = type(attention).__name__
+        if self.embedding is None or half is None or apply is None:
+            raise KvsimError(f"rope=pre: {self.name} has no rotary embedding to undo; leave rope=post")
+        kinds = getattr(self.embedding, "rope_type", "default")
+        kind = kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds
+        if kind in CHANGES:
+            raise KvsimError(f"rope=pre: {kind} angles change as the text grows and cannot be undone; leave rope=post")
         self.half: Callable[[Tensor], Tensor] = half
         wanted = "layer_type" in inspect.signature(self.embedding.forward).parameters
         self.layer_type = layer_type if wanted else None
+        self._check(apply)
+
+    def _check(self, apply: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        """The model's own function must agree on a few rows."""
+        device = next((b.device for b in self.embedding.buffers()), torch.device("cpu"))
+        at = torch.tensor([[0, 1, 7]], device=device)
+        probe = torch.zeros((1, 1, 3, 1), device=device)
+        cos, sin = (t[:, 0] for t in self._tables(probe, at))
+        x = torch.sin(torch.arange(3 * cos.shape[-1], device=device).float()).reshape(1, 1, 3, -1)
+        wanted, _ = apply(x, x, cos, sin)
+        turned = self.rotate(x, at)
+        close = wanted.shape == turned.shape and torch.allclose(wanted.float(), turned, atol=1e-5)
+        if not close or not torch.allclose(self.unrotate(turned, at), x, atol=1e-5):
+            raise KvsimError(f"rope=pre: {self.name} rotates in a way that is not known here; leave rope=post")
 
     def _tables(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         extra = () if self.layer_type is None else (self.layer_type,)
@@ -56,3 +78,8 @@ class Rotation:
         else:
             turned = part * cos + self.half(part) * sin
         return torch.cat([turned.to(x.dtype), x[..., width:]], dim=-1)
+
+
+def _embedding(model: nn.Module) -> Any:
+    """The rotary embedding that the model's layers share."""
+    return next((found for m in model.modules() if (found := getattr(m, "rotary_emb", None)) is not None), None)

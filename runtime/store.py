@@ -2,84 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsim.errors import KvsimError
-from kvsim.method import Method
-from kvsim.parts import ALLOCATION_ROWS, Place, Rows
+from kvsim.parts import ALLOCATION_ROWS, Rows
+from runtime import leaving
 from runtime.buffers import Paged
-from runtime.parts import Merged, PolicyTwin, Prompt, Setting, Step, Tensors, twins
-from runtime.rope import Rotation
-from runtime.side import Side
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """One layer's cache in numbers: heads of a rectangle, widths of both sides, window (0 = none), layer and depth."""
-
-    n_heads: int
-    n_kv_heads: int
-    k_dim: int
-    v_dim: int
-    window: int = 0
-    layer: int = 0
-    n_layers: int = 1
-
-    def place(self, side: str, value_bits: int) -> Place:
-        """Where a part works."""
-        width = self.k_dim if side == "k" else self.v_dim
-        name = "k" if side == "k" else "v"
-        return Place(name, self.n_kv_heads, width, self.n_heads, value_bits, self.layer, self.n_layers)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a store needs of its model: dtype, device, rotation, calibrated tensors, shared per-model buffers, seed."""
-
-    dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rotation: Rotation | None = None
-    calibration: Mapping[str, Tensor] = field(default_factory=dict)
-    shared: dict[str, Tensors] = field(default_factory=dict)
-    seed: int = 0
-
-    def setting(self, place: Place, prefix: str) -> Setting:
-        """The surroundings of one twin; calibration keys lose their prefix (`k.`, `v.`, `tokens.`)."""
-        own = {k.removeprefix(prefix + "."): v for k, v in self.calibration.items() if k.startswith(prefix + ".")}
-        return Setting(place, self.dtype, self.device, own, self.seed)
+from runtime.parts import Merged, Prompt, Step, Tensors
+from runtime.sharing import LayerTwins
+from runtime.side import Runs, Side
 
 
 class Store:
     """Rows of B sequences and H heads that are written, kept and dropped together.
 
-    Sequences of different lengths, or heads that keep different numbers of rows, are different stores.
+    Sequences of different lengths, or heads that keep different numbers of rows, are different stores: those of one
+    head say which. `recording`: what a step would drop or encode waits until `crop` says how much of it stays.
     """
 
-    def __init__(self, method: Method, geometry: Geometry, around: Surroundings) -> None:
-        self.method = method
-        self.geometry = geometry
-        self.around = around
-        bits = torch.finfo(around.dtype).bits
-        self.sides: dict[str, Side] = {}
-        for name, chain in (("k", method.k), ("v", method.v)):
-            place = geometry.place(name, bits)
-            if place.width:
-                self.sides[name] = Side(chain, around.setting(place, name), around.shared.get(name))
-                around.shared.setdefault(name, self.sides[name].model)
-        if method.k.before_rope and around.rotation is None:
-            raise KvsimError("rope=pre needs the model's rotary embedding")
-        self.policy: PolicyTwin | None = None
-        self.policy_model: Tensors = {}
-        if method.tokens.name != "keep" and not geometry.window:
-            setting = around.setting(geometry.place("k", bits), "tokens")
-            self.policy = twins()[method.tokens.name](method.tokens, setting)  # type: ignore[assignment,arg-type]
-            assert self.policy is not None
-            self.policy_model = around.shared.setdefault("tokens", self.policy.model_buffers())
+    def __init__(self, twins: LayerTwins, head: int | None = None) -> None:
+        self.twins, self.method, self.around = twins, twins.method, twins.around
+        self.geometry = twins.geometry if head is None else twins.geometry.alone()
+        self.sides = {name: Side(side) for name, side in twins.sides(head).items()}
+        self.policy = twins.policy
         self.clear()
 
     def clear(self) -> None:
@@ -88,24 +39,32 @@ class Store:
             side.clear()
         self.state: dict[str, Paged] = {}
         self.positions: Paged | None = None
-        self.seen = self.next_position = 0
+        self.seen = self.next_position = self.prompt_tokens = 0
+        self.reduced = False
+        self.waiting: list[Step] = []
 
     @property
     def keys(self) -> Side:
         """The key side."""
         return self.sides["k"]
 
+    @property
+    def values(self) -> Side:
+        """The value side; the keys', where keys are values too."""
+        return self.sides.get("v", self.keys)
+
     # -- writing -------------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Write rows [B, H, n, d] that stand at positions [B, n], or [B, H, n] where heads chose different rows."""
-        if positions.numel():
-            self.next_position = int(positions[0, -1] if positions.dim() == 2 else positions.max()) + 1
-        if self.method.k.before_rope:
+        if self.method.k.before_rope and positions.shape[-1]:
             assert self.around.rotation is not None
-            k = self.around.rotation.unrotate(k, positions)
-            if self.method.tokens.drops != "none" and not self.geometry.window:
+            noted = self.method.tokens.drops != "none" and not self.geometry.window
+            if noted:
                 self._note(positions)
+            else:
+                self._check_consecutive(positions)
+            k = self.around.rotation.unrotate(k, positions)
         self.keys.append(k)
         if "v" in self.sides:
             self.sides["v"].append(v)
@@ -117,6 +76,14 @@ class Store:
         at = at.expand(-1, heads, -1)[..., None].to(torch.int32).contiguous()
         self.positions = self.positions or Paged(at, ALLOCATION_ROWS)
         self.positions.append(at)
+
+    def _check_consecutive(self, positions: Tensor) -> None:
+        """Positions that are not stored must follow from the count of rows."""
+        first = int(positions[0, 0]) if not self.keys.appended else self.next_position
+        wanted = torch.arange(first, first + positions.shape[1], device=positions.device)
+        if not bool((positions == wanted).all()):
+            raise KvsimError("rope=pre: position_ids of the new tokens do not follow those before; leave rope=post")
+        self.next_position = first + positions.shape[1]
 
     def settle(self) -> None:
         """Encode what is due on both sides."""
@@ -135,6 +102,7 @@ class Store:
         """Write the prompt's chosen rows (all where None) or merged ones, encode them, start the policy's state."""
         k, v, total = prompt.keys, prompt.values, prompt.keys.shape[2]
         if isinstance(chosen, Merged):
+            # a mean of rotated keys has no position of its own: any will do that is undone and redone alike
             k, v, positions = chosen.keys, chosen.values, positions[:, : chosen.keys.shape[2]]
         elif chosen is not None:
             k, v = (x.gather(2, chosen[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))
@@ -148,7 +116,26 @@ class Store:
             self._set_state(chosen.state)
         elif self.policy is not None:
             self._set_state(self.policy.start(prompt, chosen))
-        self.seen = total
+        self.seen = self.prompt_tokens = total
+        self.reduced = k.shape[2] < total
+
+    def _set_state(self, state: Tensors) -> None:
+        declared = self.method.tokens.buffers(Rows(1, 1, 1), 1, self.geometry.place("k", self.around.bits))
+        units = {b.name: b.rows_per_unit for b in declared}
+        for name, tensor in state.items():
+            held = self.state.setdefault(name, Paged(tensor, units.get(name, ALLOCATION_ROWS)))
+            held.assign(tensor)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> Tensors:
+        """The policy's state as the last step left it."""
+        return {name: paged.read() for name, paged in self.state.items()}
+
+    @property
+    def settled_seen(self) -> int:
+        """Tokens seen when the policy's state was last moved."""
+        return self.seen - sum(step.new for step in self.waiting)
 
     def live_rows(self) -> int:
         """Rows that attention may see; rows that wait for their unit to leave do not count."""
@@ -156,49 +143,12 @@ class Store:
         held = self.keys.rows
         return held if ranges is None else min(held, sum(high - low for low, high in ranges))
 
-    def _set_state(self, state: Tensors) -> None:
-        bits = torch.finfo(self.around.dtype).bits
-        declared = self.method.tokens.buffers(Rows(1, 1, 1), 1, self.geometry.place("k", bits))
-        units = {b.name: b.rows_per_unit for b in declared}
-        for name, tensor in state.items():
-            held = self.state.setdefault(name, Paged(tensor, units.get(name, ALLOCATION_ROWS)))
-            held.assign(tensor.contiguous())
-
-    # -- dropping ------------------------------------------------------------------------------------------------
-
-    def after_step(self, step: Step) -> None:
-        """Let the policy update its state and drop what exceeds its budget, or the window pass on; then encode."""
-        ranges = self.live_ranges()
-        if self.policy is not None:
-            step.tail = max((s.tail_rows for s in self.sides.values() if s.encoded_rows), default=0)
-            state = {n: p.read() for n, p in self.state.items()}
-            folded = self.policy.fold(state, step) if self.method.tokens.merges else None
-            drop = None if folded is None else folded.drop
-            if folded is not None:
-                self._set_state(folded.state)
-                self.keys.rewrite(folded.at, folded.keys)
-                self.sides["v"].rewrite(folded.at, folded.values)
-            else:
-                state, drop = self.policy.step(state, step)
-                self._set_state(state)
-            if ranges is None and drop is not None and drop.shape[-1]:
-                self._drop(drop)
-        if ranges is not None:
-            self._expire(ranges)
-        self.settle()
-
-    def _drop(self, drop: Tensor) -> None:
-        rows = self.keys.rows
-        keep = complement(drop, rows)
-        for side in self.sides.values():
-            side.keep(keep)
-        for paged in (*self.state.values(), *(p for p in (self.positions,) if p is not None)):
-            if paged.rows == rows:
-                paged.keep(keep)
-
-    def live_ranges(self) -> list[tuple[int, int]] | None:
+    def live_ranges(self) -> Runs | None:
         """Live rows, counted over all rows ever appended to the store; None where nothing is dropped by position."""
-        appended = self.keys.appended
+        return self.ranges_after(self.keys.appended)
+
+    def ranges_after(self, appended: int) -> Runs | None:
+        """Live rows once so many were appended."""
         if self.geometry.window:
             return [(max(0, appended - self.geometry.window), appended)]
         ranges = getattr(self.method.tokens, "ranges", None)
@@ -206,62 +156,185 @@ class Store:
             return None
         return [(int(low), int(high)) for low, high in ranges(appended) if high > low]
 
-    def _expire(self, ranges: list[tuple[int, int]]) -> None:
-        """Positions stand for live rows only: sides may hold dead rows until their unit is dead."""
-        if self.positions is not None:
-            live = sum(high - low for low, high in ranges)
-            held = self.positions.read()
-            sinks = ranges[0][1] if len(ranges) > 1 else 0
-            if live < held.shape[2]:
-                newest = held[:, :, held.shape[2] - (live - sinks) :]
-                self.positions.assign(torch.cat([held[:, :, :sinks], newest], dim=2))
-        for side in self.sides.values():
-            side.expire(ranges)
-
     def row_positions(self, rows: int) -> Tensor:
         """Positions of the `rows` rows that attention sees, [B or 1, H or 1, rows]."""
         if self.positions is not None:
             return self.positions.read()[..., 0].long()
         return torch.arange(self.next_position - rows, self.next_position, device=self.around.device)[None, None]
 
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys as attention sees them, after the rotation, and values, [B, H, n, d]: for policies and tests."""
+        k = self.keys.read()
+        if self.method.k.before_rope and k.shape[2]:
+            assert self.around.rotation is not None
+            at = self.row_positions(k.shape[2])
+            k = self.around.rotation.rotate(k, at.expand(k.shape[0], k.shape[1], -1))
+        return k, self.values.read()
+
+    # -- after a step ----------------------------------------------------------------------------------------------
+
+    def after_step(self, step: Step, wait: bool = False) -> None:
+        """Let the policy move its state and drop what exceeds its budget, or the window pass on; then encode.
+
+        wait: nothing of that until `crop` says how much of the step stays.
+        """
+        self.waiting.append(step)
+        if not wait:
+            step, self.waiting = together(self.waiting, 0), []
+            self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        ranges = self.live_ranges()
+        if self.policy is not None:
+            self._ask(self._with_rows(step), drops=ranges is None)
+        if ranges is not None:
+            self._expire(ranges)
+        self.settle()
+
+    def _with_rows(self, step: Step) -> Step:
+        """The step with the rows that the policy asks for: none, those just written, or all as they read back."""
+        assert self.policy is not None
+        tail = max((s.tail_rows for s in self.sides.values() if s.encoded_rows), default=0)
+        wanted = self.policy.step_rows
+        if wanted == "new":
+            return replace(step, tail=tail)
+        keys, values = self.read() if wanted == "all" else (None, None)
+        return replace(step, tail=tail, keys=keys, values=values)
+
+    def _ask(self, step: Step, drops: bool) -> None:
+        assert self.policy is not None
+        state = self.state_tensors()
+        if self.method.tokens.merges and self.method.tokens.drops == "rows":
+            folded = self.policy.fold(state, step)
+            if folded is None:
+                return
+            state, drop = folded.state, folded.drop
+            self._rewrite(folded.at, folded.keys, folded.values)
+        else:
+            state, drop = self.policy.step(state, step)
+        self._set_state(state)
+        if drops and drop is not None and drop.shape[-1]:
+            self._drop(drop)
+
+    def _rewrite(self, at: Tensor, keys: Tensor, values: Tensor) -> None:
+        if self.method.k.before_rope and at.shape[2]:
+            assert self.around.rotation is not None
+            where = self.row_positions(self.keys.rows).expand(at.shape[0], at.shape[1], -1)
+            keys = self.around.rotation.unrotate(keys, where.gather(2, at.clamp_min(0)))
+        leaving.rewrite(self.keys, at, keys)
+        leaving.rewrite(self.sides["v"], at, values)
+
+    def _drop(self, drop: Tensor) -> None:
+        rows = self.keys.rows
+        kept = complement(drop, rows)
+        for side in self.sides.values():
+            leaving.keep(side, kept)
+        for paged in self._bookkeeping():
+            if paged.rows == rows:
+                paged.keep(kept)
+
+    def _expire(self, ranges: Runs) -> None:
+        """Positions stand for live rows only: sides may hold dead rows until their unit is dead."""
+        if self.positions is not None:
+            live, held = sum(high - low for low, high in ranges), self.positions.rows
+            sinks = ranges[0][1] if len(ranges) > 1 else 0
+            if live < held:
+                self.positions.keep_runs([(0, sinks), (held - (live - sinks), held)])
+        for side in self.sides.values():
+            leaving.expire(side, ranges)
+
     # -- sequences, crop, accounting -----------------------------------------------------------------------------
 
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens; KvsimError where rows that would have to come back were dropped."""
+        if self.waiting:
+            undone = min(tokens, sum(step.new for step in self.waiting))
+            self._forget(undone, undone=True)
+            step, self.waiting, tokens = together(self.waiting, undone), [], tokens - undone
+            if step.new:
+                self._finish(step)
+        if not tokens:
+            return
         if self.policy is not None and self.method.tokens.drops in ("rows", "pages"):
             raise KvsimError(f"crop: {self.method.tokens.name} drops rows while generating; they cannot come back")
-        if tokens > self.keys.appended:
-            raise KvsimError(f"crop: {tokens} tokens are more than the {self.keys.appended} rows that were kept")
+        if self.reduced and tokens > self.seen - self.prompt_tokens and not self.geometry.window:
+            raise KvsimError(f"crop: {tokens} tokens reach into the prompt, of which rows were dropped")
+        if self.policy is not None and self.state:
+            raise KvsimError(f"crop: {self.method.tokens.name} has moved its state on; it cannot be cropped back")
+        self._forget(tokens, undone=False)
+
+    def _forget(self, tokens: int, undone: bool) -> None:
         for side in self.sides.values():
-            side.crop(tokens)
-        for paged in (self.positions,):
-            if paged is not None:
-                paged.truncate(paged.rows - tokens)
+            leaving.crop(side, tokens, undone)
+        if self.positions is not None:
+            self.positions.truncate(self.positions.rows - tokens)
         self.seen -= tokens
         self.next_position -= tokens
 
-    def batch(self, index: Tensor) -> None:
-        """Select sequences (beam search, repeat, keep some)."""
-        for side in self.sides.values():
-            side.batch(index)
-        for paged in (*self.state.values(), *(p for p in (self.positions,) if p is not None)):
-            paged.batch(index)
+    def picked(self, index: Tensor) -> Store:
+        """A store of the sequences index [m] (beam search, repeat, keep some)."""
+        found = copy(self)
+        found.sides = {name: side.picked(index) for name, side in self.sides.items()}
+        found.state = {name: paged.picked(index) for name, paged in self.state.items()}
+        found.positions = None if self.positions is None else self.positions.picked(index)
+        found.waiting = [_picked(step, index) for step in self.waiting]
+        return found
+
+    def _bookkeeping(self) -> Iterator[Paged]:
+        yield from self.state.values()
+        if self.positions is not None:
+            yield self.positions
 
     def to(self, device: torch.device) -> None:
-        """Move everything."""
+        """Move everything that belongs to sequences."""
         for side in self.sides.values():
             side.to(device)
-        for paged in (*self.state.values(), *(p for p in (self.positions,) if p is not None)):
+        for paged in self._bookkeeping():
             paged.to(device)
 
-    def held(self) -> Iterator[tuple[str, Any, bool]]:
-        """(name, Paged or tensor, per model) of everything held, named as kvsim.layout names it."""
+    def fixed_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what sequences hold from their first rows on."""
         for name, side in self.sides.items():
-            yield from ((f"{name}.{inner}", what, model) for inner, what, model in side.held())
-        yield from ((name, tensor, True) for name, tensor in self.policy_model.items())
-        yield from ((name, paged, False) for name, paged in self.state.items() if paged.rows)
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in side.fixed_buffers().items())
+
+    def pages(self) -> Iterator[tuple[str, Paged]]:
+        """(name, rows) of everything that grows, named as kvsim.layout names it."""
+        for name, side in self.sides.items():
+            yield from ((f"{name}.{inner}", paged) for inner, paged in side.pages())
+        yield from self.state.items()
         if self.positions is not None:
-            yield "positions", self.positions, False
+            yield "positions", self.positions
+
+
+def together(steps: list[Step], removed: int) -> Step:
+    """Steps that waited as one step, without the `removed` newest tokens."""
+    if len(steps) == 1 and not removed:
+        return steps[0]
+    new, last = sum(s.new for s in steps) - removed, steps[-1]
+    rows = last.rows - removed
+
+    def cat(pieces: list[Tensor | None]) -> Tensor | None:
+        return (
+            None if any(p is None for p in pieces) else torch.cat([p for p in pieces if p is not None], 2)[:, :, :new]
+        )
+
+    weights = cat([None if s.weights is None else pad(s.weights, (0, last.rows - s.rows)) for s in steps])
+    return Step(
+        last.seen - removed,
+        rows,
+        0,
+        None if weights is None else weights[..., :rows],
+        cat([s.queries for s in steps]),
+        cat([s.keys for s in steps]),
+        cat([s.values for s in steps]),
+        new,
+    )
+
+
+def _picked(step: Step, index: Tensor) -> Step:
+    names = ("weights", "queries", "keys", "values")
+    found = {n: getattr(step, n) for n in names}
+    return replace(step, **{n: None if x is None else x.index_select(0, index.to(x.device)) for n, x in found.items()})
 
 
 def complement(drop: Tensor, rows: int) -> Tensor:
