@@ -95,9 +95,14 @@ def _options(ctx: click.Context | None) -> Iterable[str]:
     return [o for p in ctx.command.params for o in p.opts] if ctx is not None else []
 
 
-@click.command(cls=Program, context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 110})
+@click.command(
+    cls=Program,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 110},
+)
 @click.version_option(package_name="kvsim", message="kvsim %(version)s")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Which way of compressing the KV cache fits a device, what it costs in memory and time, and how sure that is.
 
     A model is a shipped name, a path to a config.json or a hub id; a device is a shipped name or a profile's path; a
@@ -105,6 +110,8 @@ def main() -> None:
 
     Exit status: 0 answered, 1 nothing fits or a limit is not met, 2 the question is wrong.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 for _command in (*cli_answers.COMMANDS, *cli_engines.COMMANDS, *cli_lists.COMMANDS, *cli_runtime.COMMANDS):

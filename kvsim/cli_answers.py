@@ -61,7 +61,7 @@ def fit_command(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Say which methods fit a device, choose one, and why not the others."""
+    """Say which methods fit a device, and choose one."""
     from kvsim.plan import fit
     from kvsim.workload import Workload
 
@@ -136,7 +136,7 @@ def sweep_command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Predict every combination of methods, batches and prompt lengths."""
+    """Predict every combination of methods, batches, lengths."""
     import numpy as np
 
     from kvsim.grid import check_target, sweep

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-[\d.].*")
 @json_option
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE FLAGS]...")
 def memory_command(engine: str, model: str, list_flags: bool, as_json: bool, flags: tuple[str, ...]) -> None:
-    """Say what a serving engine allocates with its own flags.
+    """Say what a server allocates with its own flags.
 
     Flags are the engine's: `--n-ctx 8192 -ctk q8_0` for llama.cpp, `--max-model-len 32k --pool-bytes 20e9` for vllm.
     """
@@ -67,7 +67,10 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
 @click.option("--model", metavar="M", help="The model it served, where the log does not say enough.")
 @json_option
 def explain_command(logfile: str, model: str | None, as_json: bool) -> None:
-    """Set the KV figures of a server's start-up log beside the predicted ones, with the rule for each."""
+    """Set the figures of a server's log beside predicted ones.
+
+    The log is what llama.cpp, ollama, vLLM or SGLang print at start-up; each figure comes with its rule.
+    """
     from kvsim.configs import load_model
     from kvsim.engines.explain import explain
 

@@ -19,7 +19,7 @@ ROLES = {
 @click.command("methods")
 @json_option
 def methods_command(as_json: bool) -> None:
-    """List the parts that methods are made of, and the presets that name methods."""
+    """List the parts of methods, and presets."""
     from kvsim.knowledge import method_rows, preset_rows
 
     rows = [*method_rows(), *preset_rows()]
@@ -68,7 +68,7 @@ def models_command(as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def show_command(name: str, as_json: bool) -> None:
-    """Tell what is known of one method, part, preset, device or model, with sources."""
+    """Tell all of one method, device or model, with sources."""
     from kvsim.knowledge import known
 
     found: dict[str, Any] = known(name)

@@ -63,7 +63,10 @@ def quality_command(ctx: click.Context) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[CSV]...")
 def validate_command(against: tuple[str, ...], as_json: bool, more: tuple[str, ...]) -> None:
-    """Say how far predictions are from measurements: from files, or by measuring here (runtime extra)."""
+    """Say how far predictions are from measurements.
+
+    From files of measured kernel times, or by measuring here, which needs the runtime extra.
+    """
     if not against:
         hand_over("validate", [*(["--json"] if as_json else []), *more])
         return

@@ -275,4 +275,6 @@ def test_help_names_every_command_and_option():
     for command in main.commands.values():
         assert command.name in text
         assert command.help
+    assert "..." not in text.partition("Commands:")[2]
+    assert run().stdout == text
     assert "--max-ttft" in run("fit", "--help").stdout
