@@ -82,7 +82,7 @@ def build(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     fields = Fields(dict(config), kind)
     fields.ignore("model_type", "architectures", "quantization_config", "compression_config")
     if config.get("quantization_config") or config.get("compression_config"):
-        fields.notes.append("quantization_config changes the bytes of weights, not their number; choose their format yourself")
+        fields.notes.append("quantization_config changes the bytes of weights, not their number: choose their format")
     try:
         spec = builder(fields)
         fields.leftovers()

@@ -69,7 +69,8 @@ def _gpt_neo(f: Fields) -> ModelSpec:
             raise f.fail("attention_types", f"holds {shown(entry)} instead of [[kinds], times]")
         flat += entry[0] * entry[1]
     if any(x not in ("global", "local") for x in flat) or len(flat) != count:
-        raise f.fail("attention_types", f"describes {len(flat)} layers of {count}, or kinds other than global and local")
+        raise f.fail("attention_types",
+                     f"describes {len(flat)} layers of {count}, or kinds other than global and local")
     if "local" in flat:
         f.notes.append(f"local layers attend {f.size('window_size')} tokens, but all rows stay cached")
     f.ignore("attention_layers", "window_size")
@@ -105,7 +106,8 @@ def _opt(f: Fields) -> ModelSpec:
     width, bias = whole_heads(f, hidden, heads), f.flag("enable_bias")
     norm = NORM["layer"] if f.flag("layer_norm_elementwise_affine") else 0
     narrow = f.size("word_embed_proj_dim", derive=hidden)
-    one = layer(attention_of(heads, heads, width, 0), projections(hidden, heads, heads, width, qkv_bias=bias, o_bias=bias),
+    one = layer(attention_of(heads, heads, width, 0),
+                projections(hidden, heads, heads, width, qkv_bias=bias, o_bias=bias),
                 mlp(hidden, f.size("ffn_dim"), gated=False, bias=bias), Part((), 2 * norm * hidden))
     tables: tuple[Matrix, ...] = (Matrix("positions", f.size("max_position_embeddings") + 2, hidden),)
     if narrow != hidden:
@@ -137,7 +139,7 @@ def _mpt(f: Fields) -> ModelSpec:
 
 
 def _falcon(f: Fields) -> ModelSpec:
-    """Falcon: one KV head (7B), grouped heads (40B, 180B: logical heads; transformers caches all query heads), or MHA."""
+    """Falcon: one KV head (7B), grouped heads (40B, 180B: transformers caches all query heads instead), or MHA."""
     hidden, heads = f.size("hidden_size", "n_embed"), f.size("num_attention_heads", "n_head", high=2**16)
     count, width = layer_count(f, "num_hidden_layers", "n_layer"), whole_heads(f, hidden, heads)
     stated = f.size("num_kv_heads", "n_head_kv", derive=heads, high=2**16)
@@ -150,7 +152,8 @@ def _falcon(f: Fields) -> ModelSpec:
     two = f.maybe("num_ln_in_parallel_attn") or (2 if new else 1)
     norms = 2 if not parallel or two == 2 else 1
     one = layer(attention_of(kv, heads, width, 0), projections(hidden, heads, kv, width, qkv_bias=bias, o_bias=bias),
-                mlp(hidden, f.size("ffn_hidden_size", derive=4 * hidden), gated=False, bias=bias), Part((), norms * 2 * hidden))
+                mlp(hidden, f.size("ffn_hidden_size", derive=4 * hidden), gated=False, bias=bias),
+                Part((), norms * 2 * hidden))
     f.ignore("alibi")
     return assemble(f, (one,) * count, hidden, f.size("vocab_size"), final=2 * hidden)
 
@@ -172,6 +175,7 @@ FAMILIES: dict[str, Builder] = {
     "RefinedWeb": _falcon,
     "RefinedWebModel": _falcon,
     "xglm": partial(classic, names=Names("d_model", "num_layers", "attention_heads", "ffn_dim")),
-    "biogpt": partial(classic, names=Names("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "biogpt": partial(classic, names=Names("hidden_size", "num_hidden_layers", "num_attention_heads",
+                                           "intermediate_size",
                                            positions="max_position_embeddings", shift=2)),
 }

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: one vector is key and value, a short window of them, and compressed entries of everything before (CSA, HCA)."""
+"""DeepSeek-V4: one vector is key and value; a short window of them and compressed entries of everything before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RATIOS = {0: SLIDING, 4: CSA, 128: HCA}
 
 
 def _types(f: Fields, count: int) -> list[str]:
-    """`layer_types`, else `compress_ratios` (0, 4 or 128 a layer; entries beyond the layers are MTP's), else the default."""
+    """`layer_types`, else `compress_ratios` (0, 4 or 128; entries beyond the layers are MTP's), else the default."""
     types = f.items("layer_types", "str")
     ratios = f.items("compress_ratios", "int")
     if types is None and ratios is not None:
@@ -38,9 +38,10 @@ def _rates(f: Fields) -> dict[str, int]:
 
 
 def _compressor(prefix: str, hidden: int, width: int, rate: int, overlap: int) -> Part:
-    """Projections that turn `rate` tokens into one entry; CSA's windows overlap, so its projections are twice as wide."""
+    """Projections that turn `rate` tokens into one entry; twice as wide for CSA, whose windows overlap."""
     wide = overlap * width
-    return Part((Matrix(f"{prefix}kv_proj", wide, hidden), Matrix(f"{prefix}gate_proj", wide, hidden)), rate * wide + width)
+    return Part((Matrix(f"{prefix}kv_proj", wide, hidden), Matrix(f"{prefix}gate_proj", wide, hidden)),
+                rate * wide + width)
 
 
 def deepseek_v4(f: Fields) -> ModelSpec:
@@ -54,19 +55,23 @@ def deepseek_v4(f: Fields) -> ModelSpec:
     if heads * dim % groups:
         raise f.fail("o_groups", f"= {groups} does not divide {heads} heads of {dim}")
     i_heads, i_dim, top_k = f.size("index_n_heads"), f.size("index_head_dim"), f.size("index_topk")
-    f.ignore("num_hash_layers", "mlp_layer_types", "qk_rope_head_dim", "hc_sinkhorn_iters", "expert_dtype", "intermediate_size")
-    attn = Part((Matrix("q_a_proj", q_rank, hidden), Matrix("q_b_proj", heads * dim, q_rank), Matrix("kv_proj", dim, hidden),
+    f.ignore("num_hash_layers", "mlp_layer_types", "qk_rope_head_dim", "hc_sinkhorn_iters", "expert_dtype",
+             "intermediate_size")
+    attn = Part((Matrix("q_a_proj", q_rank, hidden), Matrix("q_b_proj", heads * dim, q_rank),
+                 Matrix("kv_proj", dim, hidden),
                  Matrix("o_a_proj", o_rank, heads * dim // groups, groups, groups),
                  Matrix("o_b_proj", hidden, groups * o_rank)), q_rank + dim + heads)
     mixes = (2 + streams) * streams
-    hyper = Part((Matrix("attn_hc", mixes, streams * hidden), Matrix("ffn_hc", mixes, streams * hidden)), 2 * (mixes + 3))
+    hyper = Part((Matrix("attn_hc", mixes, streams * hidden), Matrix("ffn_hc", mixes, streams * hidden)),
+                 2 * (mixes + 3))
     n, k = expert_counts(f, "n_routed_experts", "num_experts_per_tok")
     inner = f.size("moe_intermediate_size")
     ffn = experts(hidden, inner, n, k) + mlp(hidden, inner, prefix="shared_experts.") + Part((), 2 * hidden)
     if f.size("n_shared_experts") != 1:
         raise f.fail("n_shared_experts", "other than 1 is not accounted for in 'deepseek_v4'")
     index = _compressor("indexer.", hidden, i_dim, rates[CSA], 2)
-    index += Part((Matrix("indexer.q_b_proj", i_heads * i_dim, q_rank), Matrix("indexer.weights_proj", i_heads, hidden)))
+    index += Part((Matrix("indexer.q_b_proj", i_heads * i_dim, q_rank),
+                   Matrix("indexer.weights_proj", i_heads, hidden)))
 
     def one(i: int) -> Layer:
         if types[i] == SLIDING:
@@ -75,7 +80,8 @@ def deepseek_v4(f: Fields) -> ModelSpec:
         if types[i] == HCA:
             kind = Attention("hca", heads, 1, dim, 0, window, compress=rate, compressed_dim=dim)
             return layer(kind, attn, _compressor("compressor.", hidden, dim, rate, 1), hyper, ffn)
-        kind = Attention("csa", heads, 1, dim, 0, window, index_dim=i_dim, selected=top_k, compress=rate, compressed_dim=dim)
+        kind = Attention("csa", heads, 1, dim, 0, window, index_dim=i_dim, selected=top_k, compress=rate,
+                         compressed_dim=dim)
         return layer(kind, attn, _compressor("compressor.", hidden, dim, rate, 2), index, hyper, ffn)
 
     last = Matrix("hc_head", streams, streams * hidden)

@@ -18,7 +18,7 @@ from kvsim.architectures.parts import (
     mlp,
     projections,
 )
-from kvsim.model import Attention, Layer, Matrix, ModelSpec
+from kvsim.model import Attention, Layer, ModelSpec
 
 FeedForward = Callable[[int], Part]
 """From a layer's index to its feed-forward."""
@@ -30,8 +30,8 @@ class Traits:
 
     A bias is True, False or the name of the flag that decides. `norm` is the kind of norm, `norms` how many a layer
     has. `qk_norm`: "head" (one vector of head width for q, one for k), "width" (over all heads) or "" (none), `qk_flag`
-    the flag that switches it. `window` resolves the windows; `inner` names the feed-forward's width. `extra` counts what
-    else a layer learns (sinks, scalars, further norms).
+    the flag that switches it. `window` resolves the windows; `inner` names the feed-forward's width. `extra` counts
+    what else a layer learns (sinks, scalars, further norms).
     """
 
     qkv_bias: bool | str = False

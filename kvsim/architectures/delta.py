@@ -1,4 +1,4 @@
-"""Hybrids with delta nets or lightning attention: Qwen3-Next, Qwen3.5, Kimi-Linear, MiniMax-Text/M1, OLMo-Hybrid; Nemotron-H."""
+"""Hybrids with delta nets or lightning attention (Qwen3-Next, Kimi-Linear, MiniMax-M1, OLMo-Hybrid); Nemotron-H."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _linear_net(f: Fields, hidden: int) -> mixers.Mixer:
 
 
 def qwen3_next(f: Fields) -> ModelSpec:
-    """Qwen3-Next and Qwen3.5: gated attention (q twice as wide) every fourth layer; dense or experts with a shared one."""
+    """Qwen3-Next and Qwen3.5: gated attention (q twice as wide) every fourth layer; dense or with experts."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
     bias = f.flag("attention_bias")
@@ -121,9 +121,10 @@ def _minimax(f: Fields) -> ModelSpec:
 
 
 def _kimi_linear(f: Fields) -> ModelSpec:
-    """Kimi-Linear: delta attention with latent attention at the (1-based) full_attn_layers, experts after dense layers."""
+    """Kimi-Linear: delta attention, latent attention at the (1-based) full_attn_layers, experts after dense layers."""
     hidden, count = f.size("hidden_size"), layer_count(f)
-    inner = f.child("linear_attn_config", "kimi_linear") if f.has("linear_attn_config") else Fields({}, "-", "", f.notes)
+    inner = f.child("linear_attn_config", "kimi_linear") if f.has("linear_attn_config") else Fields({}, "-", "",
+                                                                                                    f.notes)
     types = layer_types(f, count, (FULL, LINEAR))
     full, kda = inner.items("full_attn_layers", "int"), inner.items("kda_layers", "int")
     if types is None and full is not None and kda is not None:
@@ -137,12 +138,14 @@ def _kimi_linear(f: Fields) -> ModelSpec:
     f.ignore("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "num_key_value_heads", "head_dim",
              "mla_use_nope", "use_grouped_topk", "moe_router_activation_func", "moe_layer_freq")
     f.raw.setdefault("first_k_dense_replace", 1)
-    for canonical, names in (("n_routed_experts", ("num_local_experts",)), ("n_shared_experts", ("num_shared_experts",)),
+    for canonical, names in (("n_routed_experts", ("num_local_experts",)),
+                             ("n_shared_experts", ("num_shared_experts",)),
                              ("num_experts_per_tok", ("num_experts_per_token",))):
         f.raw.setdefault(canonical, f.size(canonical, *names, low=0))
     kind, part, _ = latent(f, hidden)
     mixer = mixers.kimi_delta(hidden, sizes[0], sizes[1], sizes[2])
-    return blocks(f, types, (kind, part), mixer, deepseek_moe(f, hidden, Traits()), Part((), 2 * hidden), tied=_untied(f))
+    return blocks(f, types, (kind, part), mixer, deepseek_moe(f, hidden, Traits()), Part((), 2 * hidden),
+                  tied=_untied(f))
 
 
 def _untied(f: Fields) -> bool:
@@ -177,7 +180,8 @@ def _nemotron_types(f: Fields) -> list[str]:
 def _nemotron_h(f: Fields) -> ModelSpec:
     """Nemotron-H: every layer is one thing: Mamba-2, attention, a feed-forward (relu2, ungated) or experts."""
     hidden, names = f.size("hidden_size"), _nemotron_types(f)
-    for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern", "expand", "mamba_expand", "mamba_ssm_cache_dtype",
+    for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern", "expand", "mamba_expand",
+                 "mamba_ssm_cache_dtype",
                  "mamba_hidden_act", "num_logits_to_keep", "moe_shared_expert_overlap"):
         f.ignore(name)
     if f.get("sliding_window") is not None:
@@ -186,7 +190,8 @@ def _nemotron_h(f: Fields) -> ModelSpec:
         "mamba": _nemotron_mamba, "attention": _nemotron_attention, "mlp": _nemotron_mlp, "moe": _nemotron_moe}
     made = {name: makers[name](f, hidden) for name in dict.fromkeys(names)}
     f.ignore(*(n for n in f.raw if n.startswith(("mamba_", "moe_", "n_", "ssm_", "num_experts", "intermediate_size"))))
-    f.ignore("conv_kernel", "use_conv_bias", "num_key_value_heads", "num_attention_heads", "head_dim", "mlp_bias", "use_bias")
+    f.ignore("conv_kernel", "use_conv_bias", "num_key_value_heads", "num_attention_heads", "head_dim", "mlp_bias",
+             "use_bias")
     return assemble(f, tuple(made[n] for n in names), hidden, f.size("vocab_size"), final=hidden, tied=_untied(f))
 
 
@@ -217,7 +222,8 @@ def _nemotron_moe(f: Fields, hidden: int) -> Layer:
     inside = experts(width or hidden, f.size("moe_intermediate_size"), n, k, gated=False, router=False)
     part = Part((Matrix("router", n, hidden),)) + inside
     if width:
-        part += Part((Matrix("fc1_latent_proj", width, hidden, bias=bias), Matrix("fc2_latent_proj", hidden, width, bias=bias)))
+        part += Part((Matrix("fc1_latent_proj", width, hidden, bias=bias),
+                      Matrix("fc2_latent_proj", hidden, width, bias=bias)))
     part += mlp(hidden, f.size("moe_shared_expert_intermediate_size"), gated=False, bias=bias, prefix="shared_experts.")
     f.ignore("n_shared_experts")
     return layer(None, part, Part((), hidden))

@@ -49,8 +49,10 @@ def _bart(f: Fields) -> ModelSpec:
     table = (tokens + 2) * hidden + 2 * hidden + (2 * hidden if f.model_type == "mbart" else 0)
     layers, inner = f.size("encoder_layers", high=1024), f.size("encoder_ffn_dim")
     towers = encoder("encoder", hidden, layers, inner) + small("encoder.rest", table)
-    f.ignore("encoder_attention_heads", "num_hidden_layers", "is_encoder_decoder", "classif_dropout", "static_position_embeddings",
-             "add_bias_logits", "add_final_layer_norm", "normalize_before", "normalize_embedding", "extra_pos_embeddings")
+    f.ignore("encoder_attention_heads", "num_hidden_layers", "is_encoder_decoder", "classif_dropout",
+             "static_position_embeddings",
+             "add_bias_logits", "add_final_layer_norm", "normalize_before", "normalize_embedding",
+             "extra_pos_embeddings")
     return replace(_decoder(f, hidden, tokens, key_bias=True, extra=table), towers=towers)
 
 
@@ -64,7 +66,8 @@ def _decoder(f: Fields, hidden: int, source: int, *, key_bias: bool, extra: int)
     if not key_bias:
         attn = Part(tuple(replace(m, bias=m.name != "k_proj") for m in attn.matrices))
     other = Part(tuple(replace(m, name=f"cross.{m.name}") for m in attn.matrices), 6 * hidden)
-    one = layer(attention_of(heads, heads, width, 0), attn, other, mlp(hidden, f.size("decoder_ffn_dim"), gated=False, bias=True),
+    one = layer(attention_of(heads, heads, width, 0), attn, other,
+                mlp(hidden, f.size("decoder_ffn_dim"), gated=False, bias=True),
                 cross=_cross(heads, width, source))
     return assemble(f, (one,) * count, hidden, f.size("vocab_size"), extra=extra)
 
@@ -73,8 +76,10 @@ def _whisper(f: Fields) -> ModelSpec:
     """Whisper: an audio encoder of `max_source_positions` rows, keys without bias."""
     hidden = f.size("d_model")
     towers = whisper_encoder(f)
-    f.ignore("num_hidden_layers", "hidden_size", "median_filter_width", "use_weighted_layer_sum", "classifier_proj_size",
-             "is_encoder_decoder", *(n for n in f.raw if n.startswith(("mask_", "suppress", "begin_", "forced_", "alignment_"))))
+    f.ignore("num_hidden_layers", "hidden_size", "median_filter_width", "use_weighted_layer_sum",
+             "classifier_proj_size",
+             "is_encoder_decoder", *(n for n in f.raw
+                                     if n.startswith(("mask_", "suppress", "begin_", "forced_", "alignment_"))))
     table = f.size("max_target_positions") * hidden
     spec = _decoder(f, hidden, f.size("max_source_positions"), key_bias=False, extra=table + 2 * hidden)
     return replace(spec, towers=towers, max_context=f.size("max_target_positions"))

@@ -185,7 +185,7 @@ class Fields:
         return value
 
     def child(self, name: str, model_type: str | None = None, forced: str | None = None) -> Fields:
-        """The object under `name` (an empty one where it is missing), its type `forced`, the file's, or `model_type`."""
+        """The object under `name` (the class's own where missing), its type `forced`, the file's or `model_type`."""
         value = self.get(name)
         if value is None:
             value = dict(class_facts().get(self.model_type, {}).get("inside", {}).get(name, {}))
@@ -195,7 +195,7 @@ class Fields:
         kind = forced or value.get("model_type") or model_type
         if not isinstance(kind, str):
             raise self.fail(f"{name}.model_type", f"must be a word, got {shown(kind)}")
-        inner = Fields(value, kind, f"{self.path}{name}.", self.notes)
+        inner = Fields(dict(value), kind, f"{self.path}{name}.", self.notes)
         inner.ignore("model_type", "architectures", "quantization_config")
         self._children = [c for c in self._children if c.path != inner.path]
         self._children.append(inner)

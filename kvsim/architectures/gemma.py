@@ -39,7 +39,8 @@ def _per_layer_inputs(f: Fields, hidden: int, count: int, width: int) -> tuple[P
         return Part(), (), 0
     table = Matrix("embed_tokens_per_layer", f.size("vocab_size_per_layer_input"), count * width)
     mixer = Matrix("per_layer_model_projection", count * width, hidden)
-    each_one = Part((Matrix("per_layer_input_gate", width, hidden), Matrix("per_layer_projection", hidden, width)), hidden)
+    each_one = Part((Matrix("per_layer_input_gate", width, hidden), Matrix("per_layer_projection", hidden, width)),
+                    hidden)
     return each_one, (table, mixer), width
 
 
@@ -60,7 +61,8 @@ def gemma3n(f: Fields) -> ModelSpec:
     per_layer, tables, small = _per_layer_inputs(f, hidden, count, f.size("hidden_size_per_layer_input"))
     f.ignore("activation_sparsity_pattern", "altup_active_idx", "altup_coef_clip", "altup_correct_scale",
              "altup_lr_multiplier")
-    extras = Part((Matrix("altup.correction_coefs", streams, streams), Matrix("altup.prediction_coefs", streams**2, streams),
+    extras = Part((Matrix("altup.correction_coefs", streams, streams),
+                   Matrix("altup.prediction_coefs", streams**2, streams),
                    Matrix("altup.modality_router", streams, hidden), Matrix("laurel.left", rank, hidden),
                    Matrix("laurel.right", hidden, rank)), 3 * hidden) + per_layer + Part((), 4 * hidden + dim)
     mix = Matrix("altup_projections", hidden, hidden, 2 * (streams - 1)) if streams > 1 else None
@@ -86,9 +88,11 @@ def gemma4(f: Fields) -> ModelSpec:
     if types is not None and types[-1] != windows.FULL:
         raise f.fail("layer_types", "must end with full_attention in Gemma-4")
     if types is None and count % 6:
-        f.raw["layer_types"] = [windows.FULL if (i + 1) % 6 == 0 or i == count - 1 else windows.SLIDING for i in range(count)]
+        f.raw["layer_types"] = [windows.FULL if (i + 1) % 6 == 0 or i == count - 1 else windows.SLIDING
+                                for i in range(count)]
     spans = windows.pattern(6, "-", fixed=True)(f, count)
-    wide, same = f.size("global_head_dim", derive=512, high=2**16), f.flag("attention_k_eq_v", default=f.model_type != "gemma4_text")
+    wide, same = f.size("global_head_dim", derive=512, high=2**16), f.flag("attention_k_eq_v",
+                                                                           default=f.model_type != "gemma4_text")
     wide_kv = f.size("num_global_key_value_heads", derive=kv, high=2**16) if same else kv
     f.ignore("num_global_key_value_heads", "use_bidirectional_attention")
     if heads % wide_kv:

@@ -1,4 +1,4 @@
-"""Models with recurrent or convolution layers, alone or between attention layers; not the delta nets of Qwen and Kimi."""
+"""Models with recurrent or convolution layers, alone or between attention layers; delta nets are in delta.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def _mamba2(f: Fields) -> ModelSpec:
     if f.number("expand", low=0.01, high=64) * hidden != heads * dim:
         raise f.fail("num_heads", f"= {heads} times head_dim = {dim} is not expand x hidden_size")
     f.ignore("intermediate_size", "time_step_rank")
-    one = mixers.mamba2(hidden, heads, dim, f.size("state_size"), f.size("n_groups"), f.size("conv_kernel", high=_KERNEL_MAX),
+    one = mixers.mamba2(hidden, heads, dim, f.size("state_size"), f.size("n_groups"),
+                        f.size("conv_kernel", high=_KERNEL_MAX),
                         bias=f.flag("use_bias"), conv_bias=f.flag("use_conv_bias"))
     built = layer(None, one.part, Part((), hidden), states=one.states)
     return assemble(f, (built,) * count, hidden, f.size("vocab_size"), final=hidden)

@@ -1,4 +1,4 @@
-"""Decoders whose layers differ in heads, windows, experts or indexers: Llama-4, MiMo-V2, Exaone-MoE, Afmoe, Step, MiniMax-M3."""
+"""Decoders whose layers differ in heads, windows, experts or indexers: Llama-4, MiMo-V2, Exaone-MoE, MiniMax-M3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNKED, INDEXED = "chunked_attention", "minimax_m3_sparse"
 
 
 def llama4(f: Fields) -> ModelSpec:
-    """Llama-4: chunks of `attention_chunk_size` where RoPE is used, full attention elsewhere; experts at an interval."""
+    """Llama-4: chunks of `attention_chunk_size` where RoPE is used, full attention elsewhere; experts at intervals."""
     hidden, count = f.size("hidden_size"), layer_count(f)
     heads, kv, dim = head_sizes(f, hidden)
     chunk = f.maybe("attention_chunk_size", low=1)
@@ -168,7 +168,8 @@ def minimax_m3(f: Fields) -> ModelSpec:
             ("sparse_block_size", "index_block_size"), ("sparse_topk_blocks", "index_topk_blocks")))
     old.ignore("sparse_disable_index_value", "sparse_score_type", "sparse_init_block", "sparse_local_block",
                "use_sparse_attention")
-    f.ignore("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks", "use_gemma_norm",
+    f.ignore("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks",
+             "use_gemma_norm",
              "use_qk_norm", "qk_norm_type", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace")
     if f.flag("attention_output_gate") or not old.flag("use_sparse_attention", default=True):
         raise f.fail("attention_output_gate", "or sparse attention switched off is not accounted for")
@@ -180,7 +181,8 @@ def minimax_m3(f: Fields) -> ModelSpec:
                                                                        prefix="shared_experts.")
     dense = mlp(hidden, f.size("dense_intermediate_size"))
     attn = projections(hidden, heads, kv, dim) + Part((), 2 * dim + 2 * hidden)
-    own = Part((Matrix("indexer.q_proj", index_heads * width, hidden), Matrix("indexer.k_proj", width, hidden)), 2 * width)
+    own = Part((Matrix("indexer.q_proj", index_heads * width, hidden), Matrix("indexer.k_proj", width, hidden)),
+               2 * width)
     picking = Attention("full", heads, kv, dim, dim, index_dim=width, selected=block * blocks)
 
     def one(i: int) -> Layer:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: DeepSeek-V2/V3/V3.2, Kimi-K2, GLM-5, MiniCPM3, LongCat; keys and values are one latent."""
+"""Multi-head latent attention: DeepSeek-V2/V3/V3.2, Kimi-K2, GLM-5, MiniCPM3, LongCat; one latent a token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDEXED = "indexed_attention"
 
 
 def latent(f: Fields, hidden: int, *, index_dim: int = 0, selected: int = 0) -> tuple[Attention, Part, int]:
-    """(attention, its matrices, rank of the query latent or 0) of one MLA module; attention_bias is on the down-projections."""
+    """(attention, its matrices, rank of the query latent or 0) of one MLA module; biases are on down-projections."""
     heads = f.size("num_attention_heads", high=2**16)
     rank, rope = f.size("kv_lora_rank"), f.size("qk_rope_head_dim")
     nope = f.size("qk_nope_head_dim", low=0)
@@ -83,7 +83,8 @@ def _own_indexers(f: Fields, count: int) -> list[bool]:
     if pattern is not None:
         full = [x in ("F", "full") for x in pattern] if isinstance(pattern, (str, list)) else []
         if len(full) != count or any(x not in ("F", "S", "full", "shared") for x in pattern):
-            raise f.fail("index_topk_pattern", f"= {shown(pattern, 30)} does not give F or S for each of {count} layers")
+            raise f.fail("index_topk_pattern",
+                         f"= {shown(pattern, 30)} does not give F or S for each of {count} layers")
         return full
     return [max(i - offset + 1, 0) % step == 0 for i in range(count)]
 
@@ -103,7 +104,8 @@ def deepseek_v1(f: Fields) -> ModelSpec:
         if value is not None and f.checked(name, value, low=0) and name != "v_head_dim":
             raise f.fail(name, f"= {value} contradicts use_mla = false")
     if f.get("head_dim") in (None, 0):
-        f.raw["head_dim"] = head_width(Fields({}, "llama", f.path), f.size("hidden_size"), f.size("num_attention_heads"))
+        f.raw["head_dim"] = head_width(Fields({}, "llama", f.path), f.size("hidden_size"),
+                                       f.size("num_attention_heads"))
     traits = Traits(qkv_bias="attention_bias", o_bias="attention_bias")
     return decoder(f, traits, feed=deepseek_moe)
 

@@ -1,4 +1,4 @@
-"""Token mixers with a state of fixed size: Mamba 1 and 2, gated delta nets, short convolutions; their matrices and states."""
+"""Token mixers with a state of fixed size: Mamba 1 and 2, delta nets, short convolutions; matrices and states."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def mamba2(hidden: int, heads: int, head_dim: int, state: int, groups: int, kern
     """Mamba-2 (arXiv:2405.21060): B and C are shared by groups of heads; a norm before the output where `norm`."""
     inner = heads * head_dim
     conv = inner + 2 * groups * state
-    matrices = (Matrix("in_proj", inner + conv + heads, hidden, bias=bias), Matrix("out_proj", hidden, inner, bias=bias))
+    matrices = (Matrix("in_proj", inner + conv + heads, hidden, bias=bias),
+                Matrix("out_proj", hidden, inner, bias=bias))
     small = conv * (kernel + conv_bias) + 3 * heads + (inner if norm else 0)
-    return Mixer(Part(matrices, small), (State("conv", (conv, kernel)), State("recurrent", (heads, head_dim, state), FP32)))
+    return Mixer(Part(matrices, small),
+                 (State("conv", (conv, kernel)), State("recurrent", (heads, head_dim, state), FP32)))
 
 
 def delta_net(hidden: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, kernel: int) -> Mixer:
@@ -58,7 +60,8 @@ def kimi_delta(hidden: int, heads: int, dim: int, kernel: int) -> Mixer:
                 Matrix("f_a_proj", dim, hidden), Matrix("f_b_proj", width, dim), Matrix("g_a_proj", dim, hidden),
                 Matrix("g_b_proj", width, dim), Matrix("o_proj", hidden, width))
     small = 3 * width * kernel + width + heads + dim
-    return Mixer(Part(matrices, small), (State("conv", (3 * width, kernel)), State("recurrent", (heads, dim, dim), FP32)))
+    return Mixer(Part(matrices, small),
+                 (State("conv", (3 * width, kernel)), State("recurrent", (heads, dim, dim), FP32)))
 
 
 def short_conv(hidden: int, kernel: int, bias: bool) -> Mixer:

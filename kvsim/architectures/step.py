@@ -59,13 +59,16 @@ def step(f: Fields) -> ModelSpec:
     sparse += mlp(hidden, f.size("share_expert_dim"), prefix="shared_experts.")
     dense = mlp(hidden, f.size("intermediate_size"))
     f.ignore("n_shared_experts", "use_moe_router_bias", "moe_router_scaling_factor", "use_moe", "moe_every_n_layer",
-             "use_head_wise_attn_gate", "need_fp32_gate", "swiglu_limits", "swiglu_limits_shared", "sink", "att_impl_type",
-             "partial_rotary_factors", "mlp_bias", "use_rope_layers", "yarn_only_types", "query_pre_attn_scalar", "first_k_dense_replace")
+             "use_head_wise_attn_gate", "need_fp32_gate", "swiglu_limits", "swiglu_limits_shared", "sink",
+             "att_impl_type",
+             "partial_rotary_factors", "mlp_bias", "use_rope_layers", "yarn_only_types", "query_pre_attn_scalar",
+             "first_k_dense_replace")
 
     def one(i: int) -> Layer:
         h = wide if spans[i] else heads
         attn = projections(hidden, h, kv, dim, qkv_bias=bias, o_bias=bias)
-        return layer(attention_of(kv, h, dim, spans[i]), attn, Part((Matrix("g_proj", h, hidden),), 2 * dim + 2 * hidden),
+        return layer(attention_of(kv, h, dim, spans[i]), attn,
+                     Part((Matrix("g_proj", h, hidden),), 2 * dim + 2 * hidden),
                      sparse if sparse_at[i] else dense)
 
     return assemble(f, each(count, one), hidden, f.size("vocab_size"), final=hidden)

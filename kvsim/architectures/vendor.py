@@ -1,4 +1,4 @@
-"""Models whose code lives in their own repository: known layouts mapped onto the plain decoder; nothing of theirs is run."""
+"""Models whose code is in their own repository: known layouts mapped onto the plain decoder; nothing of theirs runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _chatglm(f: Fields) -> ModelSpec:
         raise f.fail("multi_query_group_num", f"= {kv} does not divide {heads} query heads")
     dim, bias = f.size("kv_channels", derive=hidden // heads), f.flag("add_bias_linear")
     norm = 1 if f.flag("rmsnorm", default=True) else 2
-    f.ignore("apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling", "original_rope", "pre_seq_len",
+    f.ignore("apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling", "original_rope",
+             "pre_seq_len",
              "prefix_projection", "multi_query_group_num")
     if f.has("pre_seq_len"):
         raise f.fail("pre_seq_len", "(prefix tuning) is not accounted for")
@@ -115,7 +116,8 @@ def _nemotron_nas(f: Fields) -> ModelSpec:
     return assemble(f, layers, hidden, f.size("vocab_size"), final=hidden)
 
 
-def _nas_layer(f: Fields, i: int, block: dict[str, object], sizes: tuple[int, int, int], biases: tuple[bool, bool]) -> Layer:
+def _nas_layer(f: Fields, i: int, block: dict[str, object], sizes: tuple[int, int, int],
+               biases: tuple[bool, bool]) -> Layer:
     """One searched block; linear replacements, sinks and windows are refused."""
     hidden, heads, dim = sizes
     inner = Fields(block, "nemotron-nas", f"{f.path}block_configs[{i}].", f.notes)
@@ -156,10 +158,13 @@ def _text_only(f: Fields, name: str, builder: Builder | None = None, kind: str |
 def _skip_towers(f: Fields) -> None:
     """Accept the tower's fields unread and note that they are not counted."""
     f.ignore(*(n for n in f.raw if n.endswith("_config") and n not in ("text_config", "llm_config", "language_config")))
-    f.ignore(*(n for n in f.raw if n.startswith(("mm_", "vision_", "vit_", "image_", "img_", "tune_", "unfreeze_", "freeze_",
-                                                 "embd_layer", "candidate_", "tile_", "global_view", "use_mm", "select_",
+    f.ignore(*(n for n in f.raw if n.startswith(("mm_", "vision_", "vit_", "image_", "img_", "tune_", "unfreeze_",
+                                                 "freeze_",
+                                                 "embd_layer", "candidate_", "tile_", "global_view", "use_mm",
+                                                 "select_",
                                                  "dynamic_image", "force_image", "downsample_ratio", "ps_version",
-                                                 "min_dynamic", "max_dynamic", "use_thumbnail", "pad2square", "use_backbone_lora",
+                                                 "min_dynamic", "max_dynamic", "use_thumbnail", "pad2square",
+                                                 "use_backbone_lora",
                                                  "use_llm_lora", "template", "system_message", "ignore_index"))))
     f.notes.append("the vision tower's code is in the model's repository; its parameters are not counted")
 
@@ -171,7 +176,8 @@ def _flat_text(f: Fields, builder: Builder) -> ModelSpec:
 
 
 def _llava_flat(f: Fields) -> ModelSpec:
-    return _flat_text(_default(f, attention_bias=False, mlp_bias=False, tie_word_embeddings=False), partial(decoder, traits=LLAMA))
+    return _flat_text(_default(f, attention_bias=False, mlp_bias=False, tie_word_embeddings=False),
+                      partial(decoder, traits=LLAMA))
 
 
 _BIAS = Traits(qkv_bias="bias", o_bias="bias")

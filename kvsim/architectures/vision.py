@@ -19,16 +19,18 @@ def linear(name: str, out: int, inside: int, bias: bool = True, copies: int = 1)
     return (Matrix(name, out, inside, copies, copies, bias=bias),)
 
 
-def encoder(prefix: str, hidden: int, layers: int, inner: int, *, bias: bool = True, attn_bias: bool | None = None, gated: bool = False,
-            norm: int = 2, key_bias: bool = True, o_bias: bool = True) -> Tower:
+def encoder(prefix: str, hidden: int, layers: int, inner: int, *, bias: bool = True, attn_bias: bool | None = None,
+            gated: bool = False, norm: int = 2, key_bias: bool = True, o_bias: bool = True) -> Tower:
     """`layers` transformer blocks with two norms of `norm` vectors each."""
     attn = bias if attn_bias is None else attn_bias
     names = ("gate_proj", "up_proj") if gated else ("fc1",)
-    blocks = (*linear(f"{prefix}.q", hidden, hidden, attn, layers), *linear(f"{prefix}.k", hidden, hidden, attn and key_bias, layers),
-              *linear(f"{prefix}.v", hidden, hidden, attn, layers), *linear(f"{prefix}.o", hidden, hidden, attn and o_bias, layers))
+    blocks: Tower = ()
+    for name, has_bias in (("q", attn), ("k", attn and key_bias), ("v", attn), ("o", attn and o_bias)):
+        blocks += linear(f"{prefix}.{name}", hidden, hidden, has_bias, layers)
     for name in names:
         blocks += linear(f"{prefix}.{name}", inner, hidden, bias, layers)
-    return blocks + linear(f"{prefix}.fc2", hidden, inner, bias, layers) + small(f"{prefix}.norms", 2 * norm * hidden * layers)
+    norms = small(f"{prefix}.norms", 2 * norm * hidden * layers)
+    return blocks + linear(f"{prefix}.fc2", hidden, inner, bias, layers) + norms
 
 
 def _square(f: Fields, name: str) -> None:
@@ -122,7 +124,8 @@ def qwen3_vl(f: Fields) -> Tower:
     levels = f.items("deepstack_visual_indexes", "int") or []
     if f.model_type.startswith("qwen3_5"):
         levels = []
-    rest = hidden * (_pixels(f) * f.size("temporal_patch_size", high=64) + 1 + f.size("num_position_embeddings")) + 2 * hidden
+    voxels = _pixels(f) * f.size("temporal_patch_size", high=64)
+    rest = hidden * (voxels + 1 + f.size("num_position_embeddings")) + 2 * hidden
     wide = hidden * f.size("spatial_merge_size", high=64) ** 2
     more = len(levels)
     deep = (*linear("deepstack.fc1", wide, wide, True, more), *linear("deepstack.fc2", out, wide, True, more),
@@ -141,15 +144,16 @@ def llama4_vision(f: Fields) -> Tower:
     hidden, layers, inner = _sizes(f)
     mid, out = f.size("projector_input_dim"), f.size("projector_output_dim")
     f.ignore("vision_output_dim", "pixel_shuffle_ratio", "multi_modal_projector_bias", "vision_feature_layer")
-    return (*encoder("vision", hidden, layers, inner), *small("vision.rest", hidden * (_pixels(f) + _grid(f) + 2) + 4 * hidden),
+    rest = hidden * (_pixels(f) + _grid(f) + 2) + 4 * hidden
+    return (*encoder("vision", hidden, layers, inner), *small("vision.rest", rest),
             *linear("adapter.fc1", mid, inner, False), *linear("adapter.fc2", out, out, False))
 
 
 def whisper_encoder(f: Fields) -> Tower:
     """Whisper's encoder as Voxtral and Qwen-Audio have it: two convolutions, keys without bias."""
     hidden = f.size("hidden_size", "d_model")
-    layers, inner = f.size(*(("encoder_layers",) if f.has("encoder_layers") else ("num_hidden_layers",)), high=512), f.size(
-        "encoder_ffn_dim" if f.model_type == "whisper" else "intermediate_size")
+    layers = f.size("encoder_layers" if f.has("encoder_layers") else "num_hidden_layers", high=512)
+    inner = f.size("encoder_ffn_dim" if f.model_type == "whisper" else "intermediate_size")
     f.ignore("num_attention_heads", "encoder_attention_heads", "head_dim", "num_key_value_heads", "vocab_size")
     rest = hidden * (3 * f.size("num_mel_bins") + 1 + 3 * hidden + 1 + f.size("max_source_positions")) + 2 * hidden
     return encoder("audio", hidden, layers, inner, key_bias=False) + small("audio.rest", rest)
@@ -159,16 +163,19 @@ def moonvit(f: Fields) -> Tower:
     """Kimi's MoonViT."""
     hidden, layers, inner = _sizes(f)
     table = f.size("pos_emb_height", "init_pos_emb_height") * f.size("pos_emb_width", "init_pos_emb_width") * hidden
-    return encoder("vision", hidden, layers, inner) + small("vision.rest", hidden * (_pixels(f) + 1) + table + 2 * hidden)
+    return encoder("vision", hidden, layers, inner) + small("vision.rest",
+                                                            hidden * (_pixels(f) + 1) + table + 2 * hidden)
 
 
 def minimax_vision(f: Fields) -> Tower:
     """MiniMax-M3's encoder: CLIP blocks over patches of two frames with rotary positions."""
     hidden, layers, inner = _sizes(f)
-    f.ignore("image_size", "img_token_compression_config", "vision_segment_max_frames", "rope_mode", "spatial_merge_size")
+    f.ignore("image_size", "img_token_compression_config", "vision_segment_max_frames", "rope_mode",
+             "spatial_merge_size")
     old = f.get("img_token_compression_config")
     frames = old.get("temporal_patch_size") if isinstance(old, dict) else None
-    frames = f.size("temporal_patch_size", high=64, derive=2) if frames is None else f.checked("temporal_patch_size", frames)
+    frames = f.size("temporal_patch_size", high=64, derive=2) if frames is None else f.checked("temporal_patch_size",
+                                                                                               frames)
     return encoder("vision", hidden, layers, inner) + small("vision.rest", hidden * _pixels(f) * frames + 2 * hidden)
 
 
@@ -182,14 +189,16 @@ def no_tower(f: Fields) -> Tower:
 def idefics(f: Fields) -> Tower:
     """Idefics3 and SmolVLM: SigLIP without a head."""
     hidden, layers, inner = _sizes(f)
-    return encoder("vision", hidden, layers, inner) + small("vision.rest", hidden * (_pixels(f) + 1 + _grid(f)) + 2 * hidden)
+    return encoder("vision", hidden, layers, inner) + small("vision.rest",
+                                                            hidden * (_pixels(f) + 1 + _grid(f)) + 2 * hidden)
 
 
 def internvl(f: Fields) -> Tower:
     """InternViT: layer scales, a class token, learned positions; q, k, v have biases only if `attention_bias`."""
     hidden, layers, inner = _sizes(f)
     norm = 1 if f.get("norm_type") == "rms_norm" else 2
-    f.ignore("use_mean_pooling", "projection_dropout", "attention_bias", "layer_scale_init_value", "use_mask_token", "norm_type")
+    f.ignore("use_mean_pooling", "projection_dropout", "attention_bias", "layer_scale_init_value", "use_mask_token",
+             "norm_type")
     qkv = linear("vision.qkv", hidden, hidden, f.flag("attention_bias"), 3 * layers)
     qk = small("vision.qk_norms", 2 * hidden * layers) if f.flag("use_qk_norm") else ()
     mask = hidden if f.flag("use_mask_token") else 0
@@ -219,8 +228,10 @@ def gemma4_vision(f: Fields) -> Tower:
     bias = f.flag("attention_bias")
     f.ignore("global_head_dim", "use_clipped_linears", "default_output_length", "pooling_kernel_size", "standardize")
     rest = 2 * f.size("position_embedding_size") * hidden + hidden * _pixels(f) + layers * (4 * hidden + 2 * dim)
-    return (*linear("vision.q", heads * dim, hidden, bias, layers), *linear("vision.kv", kv * dim, hidden, bias, 2 * layers),
-            *linear("vision.o", hidden, heads * dim, bias, layers), *linear("vision.gate_up", inner, hidden, False, 2 * layers),
+    return (*linear("vision.q", heads * dim, hidden, bias, layers),
+            *linear("vision.kv", kv * dim, hidden, bias, 2 * layers),
+            *linear("vision.o", hidden, heads * dim, bias, layers),
+            *linear("vision.gate_up", inner, hidden, False, 2 * layers),
             *linear("vision.down", hidden, inner, False, layers), *small("vision.rest", rest))
 
 
@@ -250,8 +261,9 @@ def mllama_vision(f: Fields) -> Tower:
     f.ignore("intermediate_layers_indices", "supported_aspect_ratios", "vision_output_dim")
     patches = _grid(f) + 1
     tables = 3 + patches * hidden + (kinds + 1) * tiles * (patches + 2) * hidden
-    both = encoder("vision", hidden, layers, inner, attn_bias=False) + encoder("vision.global", hidden, more, inner, attn_bias=False) \
-        if more else encoder("vision", hidden, layers, inner, attn_bias=False)
+    both = encoder("vision", hidden, layers, inner, attn_bias=False)
+    if more:
+        both += encoder("vision.global", hidden, more, inner, attn_bias=False)
     return both + small("vision.rest", tables + hidden * (1 + _pixels(f)) + 4 * hidden + 2 * more)
 
 

@@ -1,4 +1,4 @@
-"""Models with vision or audio towers around a language model: where the text fields stand, which tower, how the head is tied."""
+"""Models with towers around a language model: where the text fields stand, which tower, how the head is tied."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class Around:
 def wrapped(f: Fields, around: Around) -> ModelSpec:
     """The language model of a multimodal config, with towers and the tie that the outer class decides."""
     if around.flat and not f.has(around.field):
-        moved = {k: v for k, v in f.raw.items() if not k.endswith("_config") and k not in ("architectures", "model_type")}
+        moved = {k: v for k, v in f.raw.items() if not k.endswith("_config")
+                 and k not in ("architectures", "model_type")}
         f.raw[around.field] = moved | {"model_type": around.text}
         if around.field not in moved:
             f.notes.append(f"{around.field} is missing: the text fields stand at the top level")
     if not f.has(around.field):
         raise f.fail(around.field, f"is missing; {f.model_type!r} cannot be read without it")
     inner = f.child(around.field, around.text)
-    if inner.model_type == f.model_type and around.text.startswith(f.model_type):  # files that repeat the outer name inside
+    if inner.model_type == f.model_type and around.text.startswith(f.model_type):  # some files repeat the outer name
         inner = f.child(around.field, around.text, around.text)
     builder = families().get(inner.model_type)
     if builder is None or builder is families()[f.model_type]:
@@ -52,7 +53,8 @@ def wrapped(f: Fields, around: Around) -> ModelSpec:
             inner.raw[name] = f.get(name)
     spec = builder(inner)
     outer = f.flag("tie_word_embeddings")
-    tied = {"outer": outer, "either": outer or inner.flag("tie_word_embeddings"), "text": spec.tied, "never": False}[around.tie]
+    tied = {"outer": outer, "either": outer or inner.flag("tie_word_embeddings"), "text": spec.tied,
+            "never": False}[around.tie]
     towers = around.towers(f, spec.hidden_size)
     f.ignore(*f.raw)  # what stands outside the text object cannot reach the cache
     for name in ("vision_config", "audio_config"):
@@ -62,7 +64,8 @@ def wrapped(f: Fields, around: Around) -> ModelSpec:
     return replace(spec, architecture=f.model_type, towers=towers, tied=tied)
 
 
-def _seen(f: Fields, kind: str, tower: Callable[[Fields], Tower] | None = None, field: str = "vision_config") -> tuple[Tower, Fields]:
+def _seen(f: Fields, kind: str, tower: Callable[[Fields], Tower] | None = None,
+          field: str = "vision_config") -> tuple[Tower, Fields]:
     """The tower under `field` and its fields."""
     inner = f.child(field, kind)
     return (tower or vision.tower_of)(inner), inner
@@ -122,7 +125,8 @@ def _minimax(f: Fields, hidden: int) -> Tower:
     inner = f.child("vision_config", "minimax_m3_vl_vision", "minimax_m3_vl_vision")
     old = inner.get("img_token_compression_config")
     merge = old.get("spatial_merge_size") if isinstance(old, dict) else None
-    merge = inner.size("spatial_merge_size", high=64) if merge is None else inner.checked("spatial_merge_size", merge, high=64)
+    merge = inner.size("spatial_merge_size", high=64) if merge is None else inner.checked("spatial_merge_size", merge,
+                                                                                          high=64)
     tower, mid = vision.minimax_vision(inner), f.size("projector_hidden_size")
     return (*tower, *linear("projector.0", mid, inner.size("hidden_size")), *linear("projector.1", hidden, mid),
             *linear("merge.0", mid, hidden * merge**2), *linear("merge.1", hidden, mid))
@@ -133,7 +137,8 @@ def _lfm2(f: Fields, hidden: int) -> Tower:
     width = inner.size("hidden_size") * f.size("downsample_factor", high=64) ** 2
     mid, bias = f.size("projector_hidden_size"), f.flag("projector_bias")
     norm = 2 * width if f.flag("projector_use_layernorm") else 0
-    return (*tower, *small("projector.norm", norm), *linear("projector.0", mid, width, bias), *linear("projector.1", hidden, mid, bias))
+    return (*tower, *small("projector.norm", norm), *linear("projector.0", mid, width, bias),
+            *linear("projector.1", hidden, mid, bias))
 
 
 def _gemma4(f: Fields, hidden: int) -> Tower:
@@ -168,7 +173,8 @@ def _paligemma(f: Fields, hidden: int) -> Tower:
 def _internvl(f: Fields, hidden: int) -> Tower:
     tower, inner = _seen(f, "internvl_vision")
     width = int(inner.size("hidden_size") * (1 / f.number("downsample_ratio", low=0.01, high=1)) ** 2)
-    return (*tower, *small("projector.norm", 2 * width), *linear("projector.0", hidden, width), *linear("projector.1", hidden, hidden))
+    return (*tower, *small("projector.norm", 2 * width), *linear("projector.0", hidden, width),
+            *linear("projector.1", hidden, hidden))
 
 
 def _omni(f: Fields, hidden: int) -> Tower:
@@ -183,8 +189,10 @@ def _not_counted(f: Fields, hidden: int) -> Tower:
 
 
 _AROUND = {
-    "qwen2_vl": Around("qwen2_vl_text", partial(_qwen, kind="qwen2_vl_vision", tower=vision.qwen2_vl), "either", flat=True),
-    "qwen2_5_vl": Around("qwen2_5_vl_text", partial(_qwen, kind="qwen2_5_vl_vision", tower=vision.qwen25_vl), "either", flat=True),
+    "qwen2_vl": Around("qwen2_vl_text", partial(_qwen, kind="qwen2_vl_vision", tower=vision.qwen2_vl), "either",
+                       flat=True),
+    "qwen2_5_vl": Around("qwen2_5_vl_text", partial(_qwen, kind="qwen2_5_vl_vision", tower=vision.qwen25_vl), "either",
+                         flat=True),
     "qwen3_vl": Around("qwen3_vl_text", partial(_qwen, kind="qwen3_vl_vision", tower=vision.qwen3_vl)),
     "qwen3_vl_moe": Around("qwen3_vl_moe_text", partial(_qwen, kind="qwen3_vl_moe_vision", tower=vision.qwen3_vl)),
     "qwen3_5": Around("qwen3_5_text", partial(_qwen, kind="qwen3_5_vision", tower=vision.qwen3_vl)),

@@ -75,17 +75,21 @@ def _zamba2(f: Fields) -> ModelSpec:
     if inner % heads or (dim is not None and heads * dim != inner):
         raise f.fail("n_mamba_heads", f"= {heads} does not fit the inner width {inner}")
     mixer = mixers.mamba2(hidden, heads, inner // heads, f.size("mamba_d_state", "state_size"), f.size("mamba_ngroups"),
-                          f.size("mamba_d_conv", "conv_dimension", high=256), bias=f.flag("add_bias_linear"), conv_bias=True)
+                          f.size("mamba_d_conv", "conv_dimension", high=256), bias=f.flag("add_bias_linear"),
+                          conv_bias=True)
     width = 2 * hidden // f.size("num_attention_heads")
     wide = f.size("ffn_hidden_size", "intermediate_size", derive=4 * hidden)
     kind, block = _shared(f, hidden, wide, f.flag("add_bias_linear"), 2 * hidden, width)
-    rank, adapted = f.size("adapter_rank", "lora_rank"), f.flag("use_shared_attention_adapter", "use_shared_attention_lora")
+    rank, adapted = f.size("adapter_rank", "lora_rank"), f.flag("use_shared_attention_adapter",
+                                                                "use_shared_attention_lora")
     adapter = Part((Matrix("gate_up_adapter.0", rank, hidden), Matrix("gate_up_adapter.1", 2 * wide, rank)))
     if adapted:
         adapter += Part(tuple(Matrix(f"{x}_adapter.{j}", *shape) for x in "qkv"
                               for j, shape in ((0, (rank, 2 * hidden)), (1, (2 * hidden, rank)))))
-    f.ignore("attention_hidden_size", "attention_head_dim", "kv_channels", "num_query_groups", "use_mem_rope", "conv_dimension",
-             "expansion_factor", "use_mem_eff_path", "gated_linear_unit", "ft_lora", "use_long_context", "num_logits_to_keep",
+    f.ignore("attention_hidden_size", "attention_head_dim", "kv_channels", "num_query_groups", "use_mem_rope",
+             "conv_dimension",
+             "expansion_factor", "use_mem_eff_path", "gated_linear_unit", "ft_lora", "use_long_context",
+             "num_logits_to_keep",
              "state_size", "num_mem_blocks", "lora_rank", "use_shared_block_lora", "use_conv_bias")
     if f.flag("ft_lora") or not f.flag("gated_linear_unit", default=True):
         raise f.fail("ft_lora", "or an ungated feed-forward is not accounted for")

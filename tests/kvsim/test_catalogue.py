@@ -1,4 +1,4 @@
-"""The shipped models: the index agrees with the files, names resolve without guessing, counts are the published ones."""
+"""The shipped models: index and files agree, names resolve without guessing, counts are the published ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ PUBLISHED = {
     "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.85, "smollm2-135m": 0.13, "gemma-3-270m": 0.27,
     "gemma-3-27b": 27.43, "mistral-7b-v0.1": 7.24, "mixtral-8x7b": 46.70, "qwen2.5-7b": 7.62, "qwen3-32b": 32.76,
     "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "deepseek-v3": 671.03, "phi-4": 14.66, "phi-2": 2.78, "gpt2-xl": 1.56,
-    "bloom-176b": 176.25, "opt-6.7b": 6.66, "gpt-neox-20b": 20.55, "gpt-j-6b": 6.05, "pythia-6.9b": 6.86, "falcon-7b": 6.92,
+    "bloom-176b": 176.25, "opt-6.7b": 6.66, "gpt-neox-20b": 20.55, "gpt-j-6b": 6.05, "pythia-6.9b": 6.86,
+             "falcon-7b": 6.92,
 }
 
 
@@ -51,8 +52,10 @@ def test_counts_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "means"), [
-    ("llama-3.1-8b", "llama-3.1-8b"), ("Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
-    ("LLAMA_3_1_8B", "llama-3.1-8b"), ("LLaMA-7B", "llama-7b"), ("gpt oss 20b", "gpt-oss-20b"), ("deepseek-r1", "deepseek-r1"),
+    ("llama-3.1-8b", "llama-3.1-8b"), ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+                                             ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+    ("LLAMA_3_1_8B", "llama-3.1-8b"), ("LLaMA-7B", "llama-7b"), ("gpt oss 20b", "gpt-oss-20b"),
+                                             ("deepseek-r1", "deepseek-r1"),
     ("google/gemma-3-27b-it", "gemma-3-27b"),
 ])
 def test_names_resolve_case_and_punctuation_aside(name: str, means: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 from kvsim.configs import load_model
 from kvsim.model import ModelSpec
 
-TRUTH = json.loads((Path(__file__).parents[1] / "data" / "configs" / "truth.json").read_text(encoding="utf-8"))["models"]
+DATA = Path(__file__).parents[1] / "data" / "configs"
+TRUTH = json.loads((DATA / "truth.json").read_text(encoding="utf-8"))["models"]
 BY_NAME = {row["name"]: row for row in TRUTH}
 LLAMA_7B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -25,7 +26,8 @@ def test_real_config_is_exact(row: dict[str, Any]) -> None:
     found = {tokens: model.cache_bytes(int(tokens)) for tokens in row["kv_bytes"]}
     assert found == row["kv_bytes"]
     assert model.state_bytes() == row["state_bytes"]
-    for name, value in (("parameters", row["params"]), ("active_parameters", row["active_params"]), ("tied", row["tied"])):
+    for name, value in (("parameters", row["params"]), ("active_parameters", row["active_params"]),
+                        ("tied", row["tied"])):
         if value is not None:
             assert getattr(model, name) == value, name
 
@@ -41,7 +43,8 @@ def test_llama_7b_by_hand() -> None:
 
 
 def test_windows_by_hand() -> None:
-    gemma = load_model({"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048, "vocab_size": 262144,
+    gemma = load_model({"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048,
+                        "vocab_size": 262144,
                         "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
                         "sliding_window": 512})
     # layers 6, 12, 18 are full: 3 x 4096 + 15 x 512 rows of 2 x 256 values of 2 bytes
@@ -94,6 +97,13 @@ def test_quantized_weights_do_not_change_the_count() -> None:
     packed = load_model(LLAMA_7B | {"quantization_config": {"quant_method": "fp8"}})
     assert packed.parameters == plain.parameters
     assert any("quantization_config" in text for text in packed.warnings)
+
+
+def test_reading_leaves_the_dict_alone() -> None:
+    for row in TRUTH:
+        before = json.dumps(row["config"], sort_keys=True)
+        load_model(row["config"])
+        assert json.dumps(row["config"], sort_keys=True) == before
 
 
 def test_matrices_are_what_a_token_multiplies() -> None:

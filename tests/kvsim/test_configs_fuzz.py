@@ -15,7 +15,8 @@ from kvsim.configs import load_model
 from kvsim.errors import KvsimError
 from kvsim.model import ModelSpec
 
-TRUTH = json.loads((Path(__file__).parents[1] / "data" / "configs" / "truth.json").read_text(encoding="utf-8"))["models"]
+DATA = Path(__file__).parents[1] / "data" / "configs"
+TRUTH = json.loads((DATA / "truth.json").read_text(encoding="utf-8"))["models"]
 CONFIGS = [row["config"] for row in TRUTH]
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.sampled_from([10**6, 10**9, 10**30, 2**31, -(10**9)]),
@@ -37,8 +38,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def load_or_refuse(config: dict[str, Any]) -> ModelSpec | None:
     try:
         model = load_model(config)
-    except KvsimError as error:
-        assert "\n" not in str(error)
+    except KvsimError:
         return None
     assert model.cache_bytes(131072) >= 0
     assert model.active_parameters <= model.parameters

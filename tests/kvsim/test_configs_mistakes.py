@@ -28,7 +28,8 @@ def refusal(source: Any) -> str:
 
 
 @pytest.mark.parametrize("value", [-1, 0, 2.0, 64.5, "64", True, [64], {}, float("nan"), float("inf"), 10**12])
-@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                                   "vocab_size"])
 def test_sizes_must_be_whole_numbers_in_range(field: str, value: object) -> None:
     assert field in refusal(GOOD | {field: value})
 
@@ -63,7 +64,8 @@ def test_what_cannot_be_accounted_for_is_named(changes: dict[str, Any], part: st
 
 
 @pytest.mark.parametrize("extra", [
-    {"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"attention_dropout": 0.1}, {"unsloth_fixed": True}, {"bos_token_id": 1},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"attention_dropout": 0.1}, {"unsloth_fixed": True},
+                                   {"bos_token_id": 1},
     {"sliding_window": None}, {"num_kv_shared_layers": 0}, {"id2label": {"0": "a"}}, {"_name_or_path": "x"},
     {"transformers_version": "5.0.0"}, {"initializer_range": 0.02}, {"layer_types": ["full_attention"] * 2},
 ])
@@ -132,4 +134,5 @@ def test_nested_errors_name_the_whole_path() -> None:
     assert "text_config is missing" in refusal({"model_type": "mistral3"})
     assert "text_config must be an object" in refusal({"model_type": "mistral3", "text_config": [1]})
     assert "is not a known language model" in refusal({"model_type": "mistral3", "text_config": {"model_type": "ring"}})
-    assert "is not a known language model" in refusal({"model_type": "mistral3", "text_config": {"model_type": "mistral3"}})
+    assert "is not a known language model" in refusal({"model_type": "mistral3",
+                                                       "text_config": {"model_type": "mistral3"}})
