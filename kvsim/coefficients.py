@@ -29,6 +29,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "max_splits": (1.0, 1e4),
     "slots": (0.25, 64.0),
     "group_limit": (1.0, 1e9),
+    "power": (0.0, 8.0),
 }
 """What physics allows for each number; a value outside is a slip of the pen or of a unit."""
 
@@ -44,7 +45,9 @@ class Coefficient:
     flops_share: achieved share of the dense peak; flops_shares: the same by head_dim, where it differs.
     wave_s: seconds for each wave of thread blocks. slots: blocks that share a unit. max_splits: parts into which a
     sequence may be split when blocks are few; split_s: what recombining long ones costs. window_s: extra of a sliding
-    window. step_s: seconds for each 1,024 of a matrix product's k, walked one after another.
+    window. step_s: seconds for each 1,024 of a matrix product's k, or of decode's rows, walked one after another.
+    power: how memory, conversion and compute overlap: (a^p + b^p + c^p)^(1/p) with p = 1 (one after another), 2 or 8
+    (the longest alone counts); 0: 8, and 2 in prefill.
     group_limit: query heads per KV head beyond which each query head reads alone.
     log_error: 5%, 50% and 95% quantiles of ln(measured / predicted); memory_log_error: the same where moving bytes
     takes at least half of the time (None: no difference). rows: measurements behind it, devices: on what.
@@ -68,6 +71,7 @@ class Coefficient:
     window_s: float = 0.0
     step_s: float = 0.0
     group_limit: float = 1e9
+    power: float = 0.0
     log_error: tuple[float, float, float] = (-0.7, 0.0, 0.7)
     memory_log_error: tuple[float, float, float] | None = None
     rows: int = 0

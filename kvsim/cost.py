@@ -24,6 +24,8 @@ TILE = 128
 """Query rows of one thread block in prefill."""
 SPLIT_ROWS = 64
 """Fewest rows that a kernel gives to one part of a split sequence."""
+WALKED = 1024.0
+"""Rows of a tile that an unfused kernel decodes at once, each with launches of its own."""
 COMBINED_ROWS = 256.0
 """Rows beyond which the parts of a sequence have to be put together again."""
 
@@ -68,6 +70,13 @@ def _by_head_dim(table: tuple[tuple[int, float], ...], head_dim: Real) -> Real:
     return np.exp(np.interp(np.log(distinct), known, values))[where].reshape(np.shape(head_dim))
 
 
+def _joined(terms: Sequence[Real], power: float) -> Real:
+    """(x^p + y^p + ...)^(1/p) for p = 1, 2, 4 or 8."""
+    if power <= 1.0:
+        return sum(terms[1:], start=terms[0])
+    return _smooth_max(terms, 1 if power < 4.0 else 2 if power < 8.0 else 3)
+
+
 def _smooth_max(terms: Sequence[Real], squarings: int) -> Real:
     """(x^p + y^p + ...)^(1/p) for p = 2^squarings, by multiplications and square roots."""
     total: Real = 0.0
@@ -89,6 +98,9 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
         idle   = waves rounded up / waves (prefill: sqrt(1 + 1 / waves^2)), waves = blocks * splits / (units * slots)
         t0 + (memory^p + (idle * conversion)^p + (idle * compute)^p)^(1/p), p = 8 (prefill: 2)
            + wave_s * ceil(blocks / units) + split_s * (1 - 256 / rows, 0 or more) + window_s * cut
+           + step_s * ceil(rows / 1024) (decode)
+
+    A coefficient's `power` replaces p.
     """
     units = float(device.units or 1)
     per_unit = work.blocks * (1.0 / units)
@@ -111,7 +123,10 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
         busy.append(parts[-1][1])
     parts.append(("waves", c.wave_s * np.ceil(per_unit)))
     parts.append(("combine", c.split_s - c.split_s * COMBINED_ROWS / np.maximum(work.rows, COMBINED_ROWS)))
-    seconds = _smooth_max(busy, 1 if causal else 3) + (parts[-2][1] + c.t0_s) + parts[-1][1]
+    seconds = _joined(busy, c.power or (2 if causal else 8)) + (parts[-2][1] + c.t0_s) + parts[-1][1]
+    if c.step_s and c.op == "decode":
+        parts.append(("launches", c.step_s * np.ceil(work.rows * (1.0 / WALKED))))
+        seconds = seconds + parts[-1][1]
     if c.window_s and np.any(work.cut):
         seconds = seconds + c.window_s * work.cut
     return seconds, tuple(parts)

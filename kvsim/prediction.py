@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from kvsim import cost
 from kvsim.errors import KvsimError
-from kvsim.hardware import HardwareProfile
 from kvsim.layout import cross_layout, layer_keys, layer_layout, smallest
 from kvsim.model import ModelSpec
+from kvsim.op import Op, op_seconds
 from kvsim.parts import Rows
 from kvsim.record import Case, HeldBuffer, Line, Numbers, Record, Timing, as_count
 from kvsim.weights import default_weights, weight_format, weights_bytes
-from kvsim.work import LayerGroup, Op, activation_values, decode_ops, largest_layer, prefill_ops, reading
+from kvsim.work import LayerGroup, activation_values, decode_ops, largest_layer, prefill_ops, reading
 from kvsim.workload import Count, Workload
 
 GIB = 2**30
@@ -207,43 +207,12 @@ def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator
         scale = (np.asarray(work.prompt_tokens) > 0) * 1.0
     named: dict[str, list[tuple[Op, cost.Seconds]]] = {}
     for op in ops:
-        for timed in _timed(case, op):
+        for timed in op_seconds(case.hardware, op, case.kernel):
             named.setdefault(op.name, []).append((op, timed))
     if case.devices > 1:
         named["all-reduce"] = _allreduce(question, work.batch * (1 if phase == "decode" else work.prompt_tokens))
     for name, pieces in named.items():
         yield _line(phase, name, pieces, scale)
-
-
-def _timed(case: Case, op: Op) -> Iterable[cost.Seconds]:
-    """One op's time; keys and values in different formats count half in each."""
-    if op.kind == "matmul":
-        product = _product if np.ndim(op.m) == np.ndim(op.n) == 0 else _product.__wrapped__
-        return [product(case.hardware, op.m, op.n, op.k, op.dtype)]
-    work = cost.KernelWork(
-        bytes_moved=op.bytes,
-        elements=op.elements,
-        flops=op.flops,
-        blocks=np.maximum(op.blocks, 1.0),
-        rows=op.rows,
-        head_dim=op.head_dim,
-        q_per_kv=max(op.q_per_kv, 1.0),
-        cut=float(op.windowed),
-    )
-    times = [
-        cost.kernel_seconds(case.hardware, op.kind, work, format=form, conversion=how, kernel=case.kernel)
-        for form, how in op.formats
-    ]
-    if len(times) == 1:
-        return times
-    share = 1.0 / len(times)
-    return [replace(t, seconds=t.seconds * share) for t in times]
-
-
-@lru_cache(maxsize=8192)
-def _product(hardware: HardwareProfile, m: Any, n: Any, k: int, dtype: str) -> cost.Seconds:
-    """A matrix product's time; the same ones come with every method of a plan."""
-    return cost.matmul_seconds(hardware, m=m, n=n, k=k, dtype=dtype)
 
 
 def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]]:

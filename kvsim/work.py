@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from kvsim.layout import Layout, Side, largest, smallest
 from kvsim.model import Attention, Layer, Matrix, ModelSpec
+from kvsim.op import Op
 from kvsim.parts import Work
 
 SMALL_KERNELS = 5
@@ -17,32 +18,6 @@ SMALL_KERNELS = 5
 
 BLOCK_BYTES = 32768.0
 """Bytes that one thread block of a streaming kernel takes on: large arrays fill every unit."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """One kernel, run `count` times in a phase. Matrix products have m, n, k; the others bytes, elements, flops.
-
-    blocks: independent pieces (sequences * KV heads). rows: what one piece walks. formats: (format, conversion) of the
-    stored values, both where keys and values differ.
-    """
-
-    name: str
-    kind: Literal["matmul", "decode", "prefill", "elementwise"]
-    count: Any = 1
-    bytes: Any = 0.0
-    flops: Any = 0.0
-    elements: Any = 0.0
-    blocks: Any = 1.0
-    rows: Any = 64.0
-    head_dim: int = 128
-    q_per_kv: float = 1.0
-    windowed: bool = False
-    formats: tuple[tuple[str, str], ...] = (("bf16", "none"),)
-    m: Any = 1
-    n: Any = 1
-    k: int = 1
-    dtype: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -92,6 +67,7 @@ def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtyp
             "elementwise",
             SMALL_KERNELS * count,
             bytes=tokens * (2.0 * values / SMALL_KERNELS),
+            keys=("activations",),
         )
 
 
@@ -195,7 +171,16 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
         q_per_kv=attention.n_heads / attention.n_kv_heads,
         windowed=bool(attention.window),
         formats=_formats(layout.sides, value_bits),
+        kernels=_kernels(layout),
+        held=1.0 if attention.selected else np.maximum(rows.stored, 1) / np.maximum(attended, 1),
     )
+
+
+def _kernels(layout: Layout) -> tuple[str, ...]:
+    """Families beside the default: none where rows lie there as attention takes them, eager where weights are asked."""
+    if layout.method.is_full and not layout.attention.window:
+        return ()
+    return ("eager",) if layout.method.tokens.needs_weights else ("fused", "eager")
 
 
 def _pairs(attention: Attention, prompt: Any) -> Any:
@@ -262,16 +247,17 @@ def _state_op(group: LayerGroup, batch: Any, count: int, tokens: Any) -> Iterato
         yield Op("state update", "elementwise", count, bytes=2.0 * batch * held, flops=6.0 * batch * tokens * values)
 
 
-def _work_op(name: str, work: Work, batch: Any, count: int) -> Iterator[Op]:
+def _work_op(name: str, work: Work, batch: Any, count: int, keys: tuple[str, ...] = ()) -> Iterator[Op]:
     """A method's own work: streamed arithmetic as one kernel, matrix products as another; both fill the device."""
     if not work:
         return
     moved = 1.0 * batch * (work.read_bytes + work.write_bytes)
     blocks = largest(moved / BLOCK_BYTES, 1.0)
     some, products = (1 * (np.asarray(x) > 0)[()] for x in (moved + work.flops, work.products))
-    yield Op(name, "elementwise", count * some, bytes=moved, flops=1.0 * batch * work.flops, blocks=blocks)
+    keys = keys or (name,)
+    yield Op(name, "elementwise", count * some, bytes=moved, flops=1.0 * batch * work.flops, blocks=blocks, keys=keys)
     if np.any(products):
-        yield Op(name, "prefill", count * products, flops=1.0 * batch * work.products, blocks=blocks)
+        yield Op(name, "prefill", count * products, flops=1.0 * batch * work.products, blocks=blocks, keys=keys)
 
 
 def _encode(side: Side, rows: Any) -> Work:
@@ -292,7 +278,7 @@ def _step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
         if side.chain.format.name == "full":
             work = work + side.chain.basis.rewrite_work(layout.rows.stored, side.place)
     policy = layout.method.tokens
-    yield from _work_op("compress and append", work, batch, count)
+    yield from _work_op("compress and append", work, batch, count, _written(layout, "append"))
     yield from _work_op(f"{policy.name} step", policy.step_work(layout.rows, _keys(layout)), batch, count)
 
 
@@ -314,7 +300,14 @@ def _compress_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bi
             + fit
             + Work(0.0, np.where(np.asarray(fit.read_bytes) > 0, 0.0, read)[()], written)
         )
-    yield from _work_op("compress", work, batch, count)
+    yield from _work_op("compress", work, batch, count, _written(layout, "compress"))
+
+
+def _written(layout: Layout, how: str) -> tuple[str, ...]:
+    """What writing is called: the basis or the format of each side that has one, `svd compress`, `int4 append`."""
+    chains = [side.chain for side in layout.sides if not side.chain.is_full]
+    names = (c.format.kernel_format if c.basis.name == "identity" else c.basis.name for c in chains)
+    return tuple(f"{name} {how}" for name in dict.fromkeys(names))
 
 
 def _keys(layout: Layout) -> Any:
