@@ -309,7 +309,9 @@ def test_a_terminal_without_unicode_gets_its_answer():
 
 def test_an_interrupt_is_one_line_and_130():
     args = ("sweep", *ASK, "--method", "full", "--prompt", "1:100000:1", "--batch", "1:100:1")
-    command = [sys.executable, "-m", "kvsim", *args]
+    # A shell that runs this test in the background has its children ignore interrupts; this one must not.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", start + "from kvsim.cli import main; main(sys.argv[1:])", *args]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         running.wait(2)
