@@ -153,7 +153,7 @@ def whisper_encoder(f: Fields) -> Tower:
     """Whisper's encoder as Voxtral and Qwen-Audio have it: two convolutions, keys without bias."""
     hidden = f.size("hidden_size", "d_model")
     layers = f.size("encoder_layers" if f.has("encoder_layers") else "num_hidden_layers", high=512)
-    inner = f.size("encoder_ffn_dim" if f.model_type == "whisper" else "intermediate_size")
+    inner = f.size("encoder_ffn_dim" if f.model_type in ("whisper", "qwen2_audio_encoder") else "intermediate_size")
     f.ignore("num_attention_heads", "encoder_attention_heads", "head_dim", "num_key_value_heads", "vocab_size")
     rest = hidden * (3 * f.size("num_mel_bins") + 1 + 3 * hidden + 1 + f.size("max_source_positions")) + 2 * hidden
     return encoder("audio", hidden, layers, inner, key_bias=False) + small("audio.rest", rest)

@@ -182,6 +182,11 @@ def _omni(f: Fields, hidden: int) -> Tower:
     return audio + _qwen(f, hidden, "qwen2_5_omni_vision_encoder", vision.qwen25_vl)
 
 
+def _qwen2_audio(f: Fields, hidden: int) -> Tower:
+    tower, inner = _seen(f, "qwen2_audio_encoder", field="audio_config")
+    return (*tower, *linear("projector", hidden, inner.size("d_model")))
+
+
 def _not_counted(f: Fields, hidden: int) -> Tower:
     """Towers that are left out, and said so."""
     f.notes.append(f"the towers of {f.model_type!r} are not counted")
@@ -198,6 +203,8 @@ _AROUND = {
     "qwen3_5": Around("qwen3_5_text", partial(_qwen, kind="qwen3_5_vision", tower=vision.qwen3_vl)),
     "qwen3_5_moe": Around("qwen3_5_moe_text", partial(_qwen, kind="qwen3_5_moe_vision", tower=vision.qwen3_vl)),
     "qwen2_5_omni_thinker": Around("qwen2_5_omni_text", _omni),
+    "qwen3_omni_moe_thinker": Around("qwen3_omni_moe_text", _not_counted),
+    "qwen2_audio": Around("qwen2", _qwen2_audio, "either"),
     "llama4": Around("llama4_text", _llama4, "text"),
     "gemma3": Around("gemma3_text", _gemma3),
     "gemma3n": Around("gemma3n_text", _not_counted),
