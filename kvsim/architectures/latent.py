@@ -23,8 +23,10 @@ def latent(f: Fields, hidden: int, *, index_dim: int = 0, selected: int = 0) -> 
     nope = f.size("qk_nope_head_dim", low=0)
     value = f.size("v_head_dim", derive=hidden // heads or 1)
     bias, q_rank = f.flag("attention_bias"), f.maybe("q_lora_rank", low=1) or 0
-    f.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
+    f.ignore("num_key_value_heads", "head_dim")
     width = nope + rope
+    if f.get("qk_head_dim") not in (None, width):
+        raise f.fail("qk_head_dim", f"= {shown(f.get('qk_head_dim'))} is not the sum of its parts, {width}")
     if q_rank:
         query = Part((Matrix("q_a_proj", q_rank, hidden, bias=bias), Matrix("q_b_proj", heads * width, q_rank)), q_rank)
     else:

@@ -21,6 +21,12 @@ def again(part: Part) -> Part:
     return Part(tuple(replace(m, copies=0) for m in part.matrices))
 
 
+def _tied_only(f: Fields) -> None:
+    """Refuse an untied head: the class then unties the shared blocks too, which no published model does."""
+    if not f.flag("tie_word_embeddings"):
+        raise f.fail("tie_word_embeddings", f"= false is not accounted for in {f.model_type!r}")
+
+
 def _shared(f: Fields, hidden: int, inner: int, bias: bool, attn_hidden: int, dim: int) -> tuple[Attention, Part]:
     """One transformer block; it reads the layer's input beside the embedding (2 x hidden)."""
     heads = f.size("num_attention_heads", high=2**16)
@@ -51,6 +57,7 @@ def _zamba(f: Fields) -> ModelSpec:
     kind, block = _shared(f, hidden, f.size("intermediate_size"), False, wide, dim)
     f.ignore("attn_layer_period", "attn_layer_offset", "num_logits_to_keep", "hidden_mamba_act")
     layers: list[Layer] = []
+    _tied_only(f)
     for name in types:
         own: tuple[Part, ...] = (mixer.part, Part((), hidden))
         if name == HYBRID:
@@ -94,6 +101,7 @@ def _zamba2(f: Fields) -> ModelSpec:
     if f.flag("ft_lora") or not f.flag("gated_linear_unit", default=True):
         raise f.fail("ft_lora", "or an ungated feed-forward is not accounted for")
     blocks, layers = f.size("num_mem_blocks", high=64), []
+    _tied_only(f)
     for i, name in enumerate(types):
         own: tuple[Part, ...] = (mixer.part, Part((), hidden))
         if name == HYBRID:
