@@ -37,6 +37,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import a public name where it lives, at first use, so that `import kvsim` stays cheap."""
+    if name == "plot":  # a package of functions; it imports matplotlib only when it draws
+        return import_module("kvsim.plot")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvsim' has no attribute {name!r}")
     return getattr(import_module(f"kvsim.{_HOMES[name]}"), name)

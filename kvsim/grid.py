@@ -17,11 +17,12 @@ from kvsim.hardware import HardwareProfile
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 from kvsim.prediction import predict
-from kvsim.record import Case
+from kvsim.record import Case, Record
 from kvsim.workload import Workload, whole
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
 CHUNK = 65536
 """Points predicted at once: their arrays stay in a core's cache, which is faster than one pass over all."""
@@ -51,6 +52,8 @@ class Sweep:
     prompt_tokens: NDArray[np.int64]
     new_tokens: int
     columns: dict[str, NDArray[Any]]
+    capacity_bytes: int = 0
+    reserve_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.methods) * self.batch.size * self.prompt_tokens.size
@@ -68,12 +71,34 @@ class Sweep:
                     yield point | {name: column[i, j, k].item() for name, column in self.columns.items()}
 
     def to_frame(self) -> pd.DataFrame:
-        """The points as a pandas DataFrame (pandas must be installed)."""
-        try:
-            import pandas as pd
-        except ImportError:
-            raise KvsimError("to_frame needs pandas: pip install pandas") from None
-        return pd.DataFrame(list(self.rows()))
+        """The points as a pandas DataFrame; what they share is in its `attrs` (capacity, reserve, model, device)."""
+        from kvsim.frames import frame, sweep_attributes
+
+        return frame(self.rows(), **sweep_attributes(self))
+
+    def to_xarray(self) -> xr.Dataset:
+        """The columns as labelled arrays [method, batch, prompt_tokens] with units (xarray must be installed)."""
+        from kvsim.frames import dataset
+
+        return dataset(self)
+
+    def _repr_html_(self) -> str:
+        from kvsim.display import sweep_html
+
+        return sweep_html(self)
+
+    def __str__(self) -> str:
+        from kvsim.display import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {len(self):,} points: {self.model} on {self.device}, {len(self.methods)} methods>"
+
+    def __rich__(self) -> object:
+        from kvsim.display import as_rich
+
+        return as_rich(self)
 
     def write(self, path: str | Path) -> None:
         """Write to a .csv or .json file, whole or not at all."""
@@ -136,19 +161,23 @@ def sweep(
         c: np.empty(shape, bool if c == "fits" else np.float64 if c.endswith("_s") else np.int64) for c in COLUMNS
     }
     wide = max(1, CHUNK // batches.size)
+    reserve = 0
     for i, method in enumerate(parsed):
         for start in range(0, prompts.size, wide):
             some = prompts[start : start + wide]
             case = Case(model, device, method, Workload(batches[:, None], some[None, :], new_tokens), **options)
-            for name, values in _totals(case).items():
+            record = predict(case)
+            reserve = record.reserve_bytes
+            for name, values in _totals(record).items():
                 columns[name][i, :, start : start + some.size] = values
             if progress is not None:
                 progress(batches.size * some.size)
-    return Sweep(model.name, device.name, tuple(str(m) for m in parsed), batches, prompts, new_tokens, columns)
+    names = tuple(str(m) for m in parsed)
+    memory = (device.capacity_bytes, reserve)
+    return Sweep(model.name, device.name, names, batches, prompts, new_tokens, columns, *memory)
 
 
-def _totals(case: Case) -> dict[str, Any]:
-    record = predict(case)
+def _totals(record: Record) -> dict[str, Any]:
     return {
         "cache_bytes": record.cache_bytes,
         "total_bytes": record.total_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from kvsim.model import ModelSpec
 from kvsim.prediction import predict
 from kvsim.record import Case, Record, case_json, plain
 from kvsim.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Objective = Literal["gentle", "memory", "speed", "context", "batch"]
 OBJECTIVES: dict[str, str] = {
@@ -123,6 +126,32 @@ class Plan:
             f"{text}; {self.chosen.name} needs {mine.cache_bytes / gib:.2f} GiB ({mine.compression:.1f}x less), "
             f"and one step takes {mine.decode.seconds * 1e3:.1f} ms instead of {full.decode.seconds * 1e3:.1f} ms"
         )
+
+    def to_frame(self) -> pd.DataFrame:
+        """Every considered method as a DataFrame, one row each, with `chosen`, `frontier` and the reason against it."""
+        from kvsim.frames import frame, plan_rows
+
+        return frame(plan_rows(self))
+
+    def _repr_html_(self) -> str:
+        from kvsim.display import plan_html
+
+        return plan_html(self)
+
+    def __str__(self) -> str:
+        from kvsim.display import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        best = self.chosen.name if self.chosen else "nothing"
+        what = f"{self.case.model.name} on {self.case.hardware.name}"
+        return f"<Plan: {best} of {len(self.considered)} methods for {what}>"
+
+    def __rich__(self) -> object:
+        from kvsim.display import as_rich
+
+        return as_rich(self)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `kvsim fit --json` prints it."""

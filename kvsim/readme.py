@@ -24,6 +24,7 @@ FOLDERS = {
     "kvsim/data": "model facts, presets and engine tables, with sources",
     "kvsim/engines": "how serving engines account for memory, and what their logs say",
     "kvsim/formats": "number formats and corrections, one file a part",
+    "kvsim/plot": "pictures: records, plans, sweeps or DataFrames in, matplotlib axes out",
     "kvsim/tokens": "token policies, one file a part",
     "notebooks": "walk-throughs, outputs stripped",
     "runtime": "the same parts, running in torch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from kvsim.method import Method
 from kvsim.model import DTYPE_BITS, ModelSpec
 from kvsim.weights import default_weights, weight_format
 from kvsim.workload import Count, Workload, whole
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Numbers = Any
 """An int or float, or an array of the workload's shape."""
@@ -237,6 +240,32 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         """The lines as plain dicts, for a DataFrame."""
         return [line.row() for line in self.lines]
+
+    def to_frame(self) -> pd.DataFrame:
+        """The workload's points as a DataFrame, one row each, with the sweep's columns (pandas must be installed)."""
+        from kvsim.frames import frame, record_rows
+
+        return frame(record_rows(self))
+
+    def _repr_html_(self) -> str:
+        from kvsim.display import record_html
+
+        return record_html(self)
+
+    def __str__(self) -> str:
+        from kvsim.display import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        case, points = self.case, int(np.size(self.peak_bytes))
+        what = f"{case.method} for {case.model.name} on {case.hardware.name}"
+        return f"<Record, {self.source}: {what}{f', {points:,} points' if points > 1 else ''}>"
+
+    def __rich__(self) -> object:
+        from kvsim.display import as_rich
+
+        return as_rich(self)
 
     def to_json(self) -> dict[str, Any]:
         """The record as `kvsim predict --json` prints it."""
