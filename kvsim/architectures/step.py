@@ -30,9 +30,9 @@ def _sliding_heads(f: Fields, heads: int, kv: int, dim: int) -> int:
 
 def _sparse_at(f: Fields, count: int) -> list[bool]:
     """Layers with experts: listed types, the old comma list, or all after the first dense ones (3)."""
-    types = f.items("mlp_layer_types", "str")
+    types = windows.layer_types(f, count, ("sparse", "dense"), "mlp_layer_types")
     if types is not None:
-        return [t == "sparse" for t in types[:count]]
+        return [t == "sparse" for t in types]
     listed = f.get("moe_layers_enum")
     if listed is not None:
         words = listed.split(",") if isinstance(listed, str) else listed if isinstance(listed, list) else []

@@ -78,7 +78,7 @@ def _zamba2(f: Fields) -> ModelSpec:
         raise f.fail("hybrid_layer_ids", f"= {stated} does not match layers_block_type")
     inner = f.size("mamba_expand", "expansion_factor", high=64) * hidden
     dim = f.maybe("mamba_headdim", low=1)
-    heads = f.size("n_mamba_heads") if f.has("n_mamba_heads") or dim is None else inner // dim
+    heads = f.size("n_mamba_heads") if f.has("n_mamba_heads") or dim is None else max(inner // dim, 1)
     if inner % heads or (dim is not None and heads * dim != inner):
         raise f.fail("n_mamba_heads", f"= {heads} does not fit the inner width {inner}")
     mixer = mixers.mamba2(hidden, heads, inner // heads, f.size("mamba_d_state", "state_size"), f.size("mamba_ngroups"),

@@ -136,3 +136,11 @@ def test_nested_errors_name_the_whole_path() -> None:
     assert "is not a known language model" in refusal({"model_type": "mistral3", "text_config": {"model_type": "ring"}})
     assert "is not a known language model" in refusal({"model_type": "mistral3",
                                                        "text_config": {"model_type": "mistral3"}})
+
+
+def test_damage_that_once_escaped() -> None:
+    zamba = {"model_type": "zamba2", "hidden_size": 3, "mamba_headdim": 64, "num_attention_heads": 1, "vocab_size": 97,
+             "num_hidden_layers": 1, "layers_block_type": ["hybrid"]}
+    assert "n_mamba_heads" in refusal(zamba)
+    step = {"model_type": "step3p5", "num_hidden_layers": 4, "mlp_layer_types": ["dense"], "num_experts_per_tok": 1}
+    assert "mlp_layer_types has 1 entries for 4 layers" in refusal(step)
