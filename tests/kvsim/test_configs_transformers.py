@@ -40,8 +40,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16}, "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4}, "lfm2": {"full_attn_idxs": [1, 3]},
     "qwen3_5_moe_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-                                    "olmo_hybrid": {"linear_num_key_heads": 4,
-                                                                                               "linear_num_value_heads": 4},
+    "olmo_hybrid": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
     "exaone_moe": {"num_experts": 4}, "afmoe": {"sliding_window": 3, "global_attn_every_n_layers": 2},
     "vaultgemma": {"sliding_window": 5}, "gemma2": {"sliding_window": 5}, "gemma3_text": {"sliding_window": 5},
 }
@@ -130,7 +129,8 @@ def test_family_agrees_with_its_class(kind: str) -> None:
     for _ in range(4):
         config = small_config(kind, rng)
         try:
-            built = CONFIG_MAPPING[kind](**json.loads(json.dumps(config)), pad_token_id=1, bos_token_id=1, eos_token_id=1)
+            given = config | {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1}
+            built = CONFIG_MAPPING[kind](**json.loads(json.dumps(given)))
             model = transformers.AutoModelForCausalLM.from_config(built)
         except (ValueError, TypeError):
             continue  # the class itself refuses these sizes
