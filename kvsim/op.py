@@ -12,15 +12,21 @@ from kvsim import cost
 from kvsim.hardware import HardwareProfile
 from kvsim.kernels import kernel_family
 
+Named = tuple[tuple[str, float], ...]
+"""Names of parts of a piece of work, and the share of each."""
+
 
 @dataclass(frozen=True)
 class Op:
     """One kernel, run `count` times in a phase. Matrix products have m, n, k; the others bytes, elements, flops.
 
     blocks: independent pieces (sequences * KV heads). rows: what one piece walks. formats: (format, conversion) of the
-    stored values, both where keys and values differ. keys: names under which a device may know this very work, tried
-    before formats. kernels: families that do it, the best first, where a device has measured one with this
-    format; none: the device's default. held: rows held for each row attended; a kernel that cannot gather reads all.
+    stored values, both where keys and values differ.
+
+    What only devices with measurements of their own runtime use: keys: names under which they know this very work, with
+    a share each. adds: the same, on top of the format's time. kernels: families that do it, the best first; none: the
+    device's default. held: rows held for each row attended, all of which a kernel that cannot gather decodes. copied:
+    bytes that move because rows leave. pieces: stores that are walked one by one. only_known: no work elsewhere.
     """
 
     name: str
@@ -39,9 +45,28 @@ class Op:
     n: Any = 1
     k: int = 1
     dtype: str = "bf16"
-    keys: tuple[str, ...] = ()
+    keys: Named = ()
+    adds: Named = ()
     kernels: tuple[str, ...] = ()
     held: Any = 1.0
+    copied: Any = 0.0
+    pieces: Any = 1
+    only_known: bool = False
+
+
+def kernel_work(op: Op, own: bool) -> cost.KernelWork:
+    """The op as the cost formula takes it; own: as an unfused runtime does it, one store after another."""
+    pieces, held = (op.pieces, op.held) if own else (1, 1.0)
+    return cost.KernelWork(
+        bytes_moved=(op.bytes + (op.copied if own else 0.0)) / pieces,
+        elements=op.elements * held / pieces,
+        flops=op.flops * held / pieces,
+        blocks=np.maximum(op.blocks / pieces, 1.0),
+        rows=op.rows * held,
+        head_dim=op.head_dim,
+        q_per_kv=max(op.q_per_kv, 1.0),
+        cut=float(op.windowed),
+    )
 
 
 def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> list[cost.Seconds]:
@@ -52,29 +77,32 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
     if op.kind == "matmul":
         product = _product if np.ndim(op.m) == np.ndim(op.n) == 0 else _product.__wrapped__
         return [product(hardware, op.m, op.n, op.k, op.dtype)]
-    work = cost.KernelWork(
-        bytes_moved=op.bytes,
-        elements=op.elements,
-        flops=op.flops,
-        blocks=np.maximum(op.blocks, 1.0),
-        rows=op.rows,
-        head_dim=op.head_dim,
-        q_per_kv=max(op.q_per_kv, 1.0),
-        cut=float(op.windowed),
-    )
     known = _measured_kernels(hardware, op.kind)
-    formats = tuple((key, "none") for key in op.keys if ("", key) in known) or op.formats
+    named = [(key, share) for key, share in op.keys if ("", key) in known]
+    if named:
+        return [_own_time(hardware, op, key, share) for key, share in named]
+    if op.only_known:
+        return []
     times = []
-    for form, how in formats:
+    for form, how in op.formats:
         kernel = family or next((k for k in op.kernels if (k, form) in known), None)
-        # no gathering in an unfused kernel: all rows are decoded, and those that are not attended masked
-        held = op.held if kernel and kernel_family(kernel)[2] == "eager" else 1.0
-        piece = replace(work, elements=op.elements * held, flops=op.flops * held, rows=op.rows * held)
-        times.append(cost.kernel_seconds(hardware, op.kind, piece, format=form, conversion=how, kernel=kernel))
-    if len(times) == 1:
-        return times
-    share = 1.0 / len(times)
-    return [replace(t, seconds=t.seconds * share) for t in times]
+        eager = bool(kernel) and kernel_family(str(kernel))[2] == "eager"
+        one = cost.kernel_seconds(hardware, op.kind, kernel_work(op, eager), format=form, conversion=how, kernel=kernel)
+        times.append(_scaled(one, (op.pieces if eager else 1) / len(op.formats)))
+        if eager:
+            adds = [(key, share) for key, share in op.adds if ("", key) in known]
+            times += [_own_time(hardware, op, key, share / len(op.formats)) for key, share in adds]
+    return times
+
+
+def _own_time(hardware: HardwareProfile, op: Op, key: str, share: float) -> cost.Seconds:
+    """The time of a part that the device knows by name."""
+    return _scaled(cost.kernel_seconds(hardware, op.kind, kernel_work(op, True), format=key, conversion="none"),
+                   share * op.pieces)
+
+
+def _scaled(one: cost.Seconds, by: Any) -> cost.Seconds:
+    return one if np.ndim(by) == 0 and by == 1 else replace(one, seconds=one.seconds * by)
 
 
 @lru_cache(maxsize=512)

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvsim.layout import Layout, Side, largest, smallest
+from kvsim.method_work import attention_adds, prompt_work, step_work, stores_of
 from kvsim.model import Attention, Layer, Matrix, ModelSpec
 from kvsim.op import Op
-from kvsim.parts import Work
 
 SMALL_KERNELS = 5
 """Kernels of a layer that only stream activations: two norms, rotation and cache write, activation, residual."""
-
-BLOCK_BYTES = 32768.0
-"""Bytes that one thread block of a streaming kernel takes on: large arrays fill every unit."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtyp
             "elementwise",
             SMALL_KERNELS * count,
             bytes=tokens * (2.0 * values / SMALL_KERNELS),
-            keys=("activations",),
+            keys=(("activations", 1.0),),
         )
 
 
@@ -88,7 +85,7 @@ def decode_ops(
             if layout is not None:
                 yield _attend(layout, batch, count, name, value_bits)
         if group.cache is not None:
-            yield from _step_work(group.cache, batch, count)
+            yield from step_work(group.cache, batch, count)
         yield from _state_op(group, batch, count, 1)
     yield from head(model, batch, dtype)
 
@@ -111,7 +108,7 @@ def prefill_ops(
         if group.cross is not None:
             yield _cross_prefill(group.cross, batch, prompt, count, value_bits)
         if group.cache is not None:
-            yield from _compress_work(group.cache, batch, prompt, count, value_bits)
+            yield from prompt_work(group.cache, batch, prompt, count, value_bits)
         yield from _state_op(group, batch, count, prompt)
     yield from head(model, batch, head_dtype)
 
@@ -172,6 +169,8 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
         windowed=bool(attention.window),
         formats=_formats(layout.sides, value_bits),
         kernels=_kernels(layout),
+        adds=attention_adds(layout),
+        pieces=stores_of(layout, batch),
         held=1.0 if attention.selected else np.maximum(rows.stored, 1) / np.maximum(attended, 1),
     )
 
@@ -245,73 +244,6 @@ def _state_op(group: LayerGroup, batch: Any, count: int, tokens: Any) -> Iterato
     if held:
         values = sum(s.bytes * 8 // s.bits for s in group.layer.states)
         yield Op("state update", "elementwise", count, bytes=2.0 * batch * held, flops=6.0 * batch * tokens * values)
-
-
-def _work_op(name: str, work: Work, batch: Any, count: int, keys: tuple[str, ...] = ()) -> Iterator[Op]:
-    """A method's own work: streamed arithmetic as one kernel, matrix products as another; both fill the device."""
-    if not work:
-        return
-    moved = 1.0 * batch * (work.read_bytes + work.write_bytes)
-    blocks = largest(moved / BLOCK_BYTES, 1.0)
-    some, products = (1 * (np.asarray(x) > 0)[()] for x in (moved + work.flops, work.products))
-    keys = keys or (name,)
-    yield Op(name, "elementwise", count * some, bytes=moved, flops=1.0 * batch * work.flops, blocks=blocks, keys=keys)
-    if np.any(products):
-        yield Op(name, "prefill", count * products, flops=1.0 * batch * work.products, blocks=blocks, keys=keys)
-
-
-def _encode(side: Side, rows: Any) -> Work:
-    """Arithmetic to encode `rows` rows of one side."""
-    row = side.chain.format.encode_row_flops(side.latent)
-    row += sum(c.encode_row_flops(side.latent) for c in side.chain.corrections)
-    return Work(1.0 * side.latent.heads * rows * row)
-
-
-def _step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
-    """Writing one compressed row, and what the policy does at each step."""
-    work = Work()
-    for side in layout.sides:
-        if side.chain.is_full:
-            continue
-        moved = side.latent.heads * side.latent.width * side.latent.value_bits / 8
-        work = work + _encode(side, 1) + side.chain.basis.write_work(side.place) + Work(0.0, moved, moved)
-        if side.chain.format.name == "full":
-            work = work + side.chain.basis.rewrite_work(layout.rows.stored, side.place)
-    policy = layout.method.tokens
-    yield from _work_op("compress and append", work, batch, count, _written(layout, "append"))
-    yield from _work_op(f"{policy.name} step", policy.step_work(layout.rows, _keys(layout)), batch, count)
-
-
-def _compress_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits: int) -> Iterator[Op]:
-    """Choosing rows, fitting a basis and encoding when the prompt ends."""
-    policy = layout.method.tokens
-    yield from _work_op(f"{policy.name} selection", policy.prompt_work(prompt, _keys(layout)), batch, count)
-    work = Work()
-    kept = layout.rows.prompt
-    for side in layout.sides:
-        if side.chain.is_full:
-            continue
-        read = 1.0 * kept * side.place.heads * side.place.width * value_bits / 8
-        fit = side.chain.basis.fit_work(kept, side.place)
-        written = smallest(sum((1.0 * b.bytes for b in side.buffers if not b.per_model), start=0.0), read)
-        work = (
-            work
-            + _encode(side, kept)
-            + fit
-            + Work(0.0, np.where(np.asarray(fit.read_bytes) > 0, 0.0, read)[()], written)
-        )
-    yield from _work_op("compress", work, batch, count, _written(layout, "compress"))
-
-
-def _written(layout: Layout, how: str) -> tuple[str, ...]:
-    """What writing is called: the basis or the format of each side that has one, `svd compress`, `int4 append`."""
-    chains = [side.chain for side in layout.sides if not side.chain.is_full]
-    names = (c.format.kernel_format if c.basis.name == "identity" else c.basis.name for c in chains)
-    return tuple(f"{name} {how}" for name in dict.fromkeys(names))
-
-
-def _keys(layout: Layout) -> Any:
-    return layout.sides[0].place
 
 
 def reading(layer: Layer) -> Layer:

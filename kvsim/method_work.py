@@ -1,0 +1,120 @@
+"""What a method does beyond attention: choosing rows, encoding them, keeping its books; and its parts' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvsim.layout import Layout, Side, largest, smallest
+from kvsim.op import Named, Op
+from kvsim.parts import Work
+
+BLOCK_BYTES = 32768.0
+"""Bytes that one thread block of a streaming kernel takes on: large arrays fill every unit."""
+
+
+def stores_of(layout: Layout, batch: Any) -> Any:
+    """Pieces that an unfused runtime walks one by one: one for each sequence and head that has a length of its own."""
+    return batch * layout.attention.n_kv_heads if layout.method.tokens.ragged else 1
+
+
+def step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
+    """Writing one compressed row, and what the policy does at each step."""
+    work = Work()
+    for side in layout.sides:
+        if side.chain.is_full:
+            continue
+        moved = side.latent.heads * side.latent.width * side.latent.value_bits / 8
+        work = work + _encode(side, 1) + side.chain.basis.write_work(side.place) + Work(0.0, moved, moved)
+        if side.chain.format.name == "full":
+            work = work + side.chain.basis.rewrite_work(layout.rows.stored, side.place)
+    pieces = stores_of(layout, batch)
+    yield from _work_op("compress and append", work, batch, count, _written(layout, "append"), pieces)
+    policy = layout.method.tokens
+    name = f"{policy.name} step"
+    # rows are packed: where one leaves, those behind it move up
+    moving = 2.0 * batch * sum(b.bytes for s in layout.sides for b in s.buffers if b.rows_per_unit and not b.per_model)
+    copied = moving if policy.drops == "rows" else 0.0
+    work = policy.step_work(layout.rows, _keys(layout))
+    yield from _work_op(name, work, batch, count, ((name, 1.0),), pieces, copied)
+
+
+def prompt_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits: int) -> Iterator[Op]:
+    """Choosing rows, fitting a basis and encoding when the prompt ends."""
+    policy, kept = layout.method.tokens, layout.rows.prompt
+    name = f"{policy.name} selection"
+    pieces = stores_of(layout, batch)
+    gathered = 2.0 * batch * kept * sum(s.place.heads * s.place.width * value_bits / 8 for s in layout.sides)
+    copied = gathered if policy.drops in ("rows", "prefill") else 0.0
+    yield from _work_op(name, policy.prompt_work(prompt, _keys(layout)), batch, count, ((name, 1.0),), pieces, copied)
+    work = Work()
+    for side in layout.sides:
+        if side.chain.is_full:
+            continue
+        read = 1.0 * kept * side.place.heads * side.place.width * value_bits / 8
+        fit = side.chain.basis.fit_work(kept, side.place)
+        written = smallest(sum((1.0 * b.bytes for b in side.buffers if not b.per_model), start=0.0), read)
+        work = (
+            work
+            + _encode(side, kept)
+            + fit
+            + Work(0.0, np.where(np.asarray(fit.read_bytes) > 0, 0.0, read)[()], written)
+        )
+    yield from _work_op("compress", work, batch, count, _written(layout, "compress"), pieces)
+
+
+def _work_op(
+    name: str, work: Work, batch: Any, count: int, keys: Named, pieces: Any, copied: Any = 0.0
+) -> Iterator[Op]:
+    """A method's own work: streamed arithmetic as one kernel, matrix products as another; both fill the device."""
+    if not work and not np.any(copied):
+        return
+    moved = 1.0 * batch * (work.read_bytes + work.write_bytes)
+    blocks = largest(moved / BLOCK_BYTES, 1.0)
+    some, products = (1 * (np.asarray(x) > 0)[()] for x in (moved + work.flops, work.products))
+    if work:
+        flops = 1.0 * batch * work.flops
+        yield Op(name, "elementwise", count * some, bytes=moved, flops=flops, blocks=blocks, keys=keys, copied=copied,
+                 pieces=pieces)
+    else:
+        yield Op(name, "elementwise", count, keys=keys, copied=copied, pieces=pieces, only_known=True)
+    if np.any(products):
+        yield Op(name, "prefill", count * products, flops=1.0 * batch * work.products, blocks=blocks, keys=keys)
+
+
+def _encode(side: Side, rows: Any) -> Work:
+    """Arithmetic to encode `rows` rows of one side."""
+    row = side.chain.format.encode_row_flops(side.latent)
+    row += sum(c.encode_row_flops(side.latent) for c in side.chain.corrections)
+    return Work(1.0 * side.latent.heads * rows * row)
+
+
+def _written(layout: Layout, how: str) -> Named:
+    """What writing is called (`svd compress`, `int4 append`), and each name's share of the sides."""
+    names: dict[str, float] = {}
+    for side in layout.sides:
+        chain = side.chain
+        parts = [] if chain.basis.name == "identity" else [chain.basis.name]
+        parts += [] if chain.format.name == "full" else [chain.format.kernel_format]
+        for name in (*parts, *(c.name for c in chain.corrections)):
+            names[f"{name} {how}"] = names.get(f"{name} {how}", 0.0) + 1.0 / len(layout.sides)
+    return tuple(names.items())
+
+
+def attention_adds(layout: Layout) -> Named:
+    """What an unfused kernel does on top of reading rows of a format: bases, corrections, policies, by their names."""
+    names: dict[str, float] = {}
+    for side in layout.sides:
+        chain = side.chain
+        parts = [] if chain.basis.name == "identity" else [chain.basis.name]
+        parts += [c.name for c in chain.corrections] + (["rotation"] if chain.before_rope else [])
+        for name in parts:
+            names[f"{name} attention"] = names.get(f"{name} attention", 0.0) + 1.0 / len(layout.sides)
+    policy = layout.method.tokens.name
+    return (*names.items(), *([] if policy == "keep" else [(f"{policy} attention", 1.0)]))
+
+
+def _keys(layout: Layout) -> Any:
+    return layout.sides[0].place
