@@ -84,11 +84,19 @@ def _cell(text: str) -> str:
 
 def tree() -> str:
     """Every folder and file of the project, one line each, with what its own docstring says it is."""
-    lines = [f"{name:28} {about}" for name, about in sorted(TOP.items()) if (root() / name).exists()]
-    for folder, about in sorted(FOLDERS.items()):
-        if (root() / folder).is_dir():
-            lines += [f"{folder + '/':28} {about}", *([] if folder in WHOLE else _files(folder))]
+    lines = [f"{name:28} {line}" for name, line in sorted(TOP.items()) if (root() / name).exists()]
+    for folder, line in sorted(folders().items()):
+        lines += [f"{folder + '/':28} {line}", *([] if folder in WHOLE else _files(folder))]
     return "\n".join(["```text", *lines, "```"])
+
+
+def folders() -> dict[str, str]:
+    """Folders with what they hold: FOLDERS, and packages that are not named there by their own docstring."""
+    found = {folder: line for folder, line in FOLDERS.items() if (root() / folder).is_dir()}
+    for half in ("kvsim", "runtime"):
+        for start in (root() / half).rglob("__init__.py"):
+            found.setdefault(start.parent.relative_to(root()).as_posix(), about(start) or "(no docstring)")
+    return found
 
 
 def _files(folder: str) -> Iterator[str]:
