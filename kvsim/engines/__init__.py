@@ -8,6 +8,7 @@ It joins by being there; values given as text are read by the parameter's annota
 from __future__ import annotations
 
 import inspect
+import re
 from functools import cache
 from importlib import import_module
 from math import isfinite
@@ -23,6 +24,7 @@ from kvsim.model import ModelSpec
 __all__ = ["Cache", "Memory", "engine_module", "engines", "flag_names", "flags", "memory"]
 
 YES, NO = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
+SIZED = re.compile(r"(\d{1,15}(?:\.\d{0,9})?)\s{0,4}([kmgt])(i?)b")
 SUFFIX = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -72,10 +74,11 @@ def memory(engine: str, model: ModelSpec, **flags: Any) -> Memory:
     known = flag_names(engine)
     given: dict[str, Any] = {}
     for key, value in flags.items():
-        name = _flag(key, known, module.ALIASES, engine)
+        off = _switched_off(key, value, known, hints)
+        name, text = (off, False) if off else (_flag(key, known, module.ALIASES, engine), value)
         if name in given:
             raise KvsimError(f"flag {name} is given twice (as {shown(key)} too)")
-        given[name] = _value(value, hints[name], name)
+        given[name] = _value(text, hints[name], name)
     result: Memory = module.memory(model, **given)
     return result
 
@@ -109,6 +112,15 @@ def flags(
     return found
 
 
+def _switched_off(key: str, value: Any, known: tuple[str, ...], hints: dict[str, Any]) -> str:
+    """The switch that `--no-enable-prefix-caching`, as servers write it, turns off; "" for any other flag."""
+    bare = key.strip().lstrip("-").replace("-", "_")
+    name = bare.removeprefix("no_")
+    if bare in known or name == bare or name not in known or bool not in (hints[name], *get_args(hints[name])):
+        return ""
+    return name if value in (True, "on") else ""
+
+
 def _flag(key: str, known: tuple[str, ...], aliases: dict[str, str], engine: str) -> str:
     bare = key.strip().lstrip("-")
     for form in (bare, bare.replace("-", "_"), bare.replace("_", "-")):
@@ -127,11 +139,15 @@ def _value(value: Any, hint: Any, name: str) -> Any:
         if NoneType in options:
             return None
         raise KvsimError(f"{name} needs a value")
+    sized = SIZED.fullmatch(value.strip().lower()) if name.endswith("_bytes") and isinstance(value, str) else None
+    if sized:  # 20GB, 10.12 GiB, as logs print them
+        return int(float(sized[1]) * (1024 if sized[3] else 1000) ** (1 + "kmgt".index(sized[2])))
     for option in sorted((o for o in options if o is not NoneType), key=_rank):
         done, result = _read(value, option)
         if done:
             return result
-    wanted = " or ".join(_called(o) for o in options if o is not NoneType)
+    words = [_called(o) for o in options if o is not NoneType]
+    wanted = " or ".join(w for w in words if w != "a whole number" or "a number" not in words)
     raise KvsimError(f"{name} must be {wanted}, got {shown(value)}")
 
 

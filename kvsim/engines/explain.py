@@ -3,20 +3,25 @@
 What an engine prints is known to one module `explain_<engine>.py` of this package, which states
 `KEYWORDS` (bytes without colour codes inside: only lines that hold one are read) and
 `findings(lines: Sequence[Line], model: ModelSpec | None) -> list[Finding]`.
-Nothing of a log's text is repeated in the answer: numbers, cache types and device names only.
+Nothing of a log's text is repeated in the answer: numbers, cache types and device names only (and this project's own
+name of a model that the log names).
 """
 
 from __future__ import annotations
 
 import re
+import stat
+import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvsim.errors import KvsimError
 from kvsim.model import ModelSpec
@@ -28,6 +33,10 @@ MAX_BYTES = 64 * 2**20
 MAX_LINES = 5_000
 MAX_WIDTH = 1536
 MAX_TEXT = 2**20
+MAX_SERVERS = 16
+PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes of compressed files, which are refused: what they unfold to has no bound."""
+T = TypeVar("T")
 ANSI = re.compile(r"\x1b\[[0-9;?]{0,32}[ -/]{0,4}[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|\x1b.")
 SOURCE = re.compile(
     r"\((?:[\w.-]{1,64} )?pid=\d{1,10}\)|\[\w{0,24}\d\]|\b(?:TP|DP|PP|EP|Worker|Engine)[\w-]{0,24}|^[\w.-]{1,64}\s*\|"
@@ -112,12 +121,13 @@ def explain(path: str | Path, model: ModelSpec | None = None) -> Explanation:
     """Read a start-up log and set every KV figure beside its prediction.
 
     Args:
-        path: the log, of any size (the first 64 MiB are read) and any content.
+        path: the log, of any size (the first 64 MiB are read) and any content; `-` for standard input.
         model: the model it served, where the log itself does not say enough.
 
-    Raises KvsimError when the file cannot be read. A log without KV lines is an answer: no findings, and a note.
+    Raises KvsimError when the file cannot be read or is compressed. A log without KV lines is an answer: no
+    findings, and a note.
     """
-    data, notes = _read(Path(path))
+    data, notes = _read(str(path))
     findings: list[Finding] = []
     for parser in parsers():
         lines, cut = _lines(data, parser.KEYWORDS)
@@ -125,6 +135,8 @@ def explain(path: str | Path, model: ModelSpec | None = None) -> Explanation:
             notes.append(f"only the first {MAX_LINES} lines (1 MiB) that look like an engine's were read")
         findings += parser.findings(lines, model)
     findings.sort(key=lambda f: f.line)
+    if any(f.server == MAX_SERVERS for f in findings):
+        notes.append(f"at most {MAX_SERVERS} servers of an engine are judged: split the file to see more")
     if not findings:
         notes.append("no KV cache line of llama.cpp, vLLM or SGLang was found: give the start-up part of the log, "
                      "where the server prints its cache (llama.cpp: lines with `KV buffer size` or `KV self size`; "
@@ -132,19 +144,64 @@ def explain(path: str | Path, model: ModelSpec | None = None) -> Explanation:
     return Explanation(tuple(findings), tuple(dict.fromkeys(notes)))
 
 
-def _read(path: Path) -> tuple[bytes, list[str]]:
+def named(text: str) -> ModelSpec | None:
+    """The shipped model that a log names, by its hub name or the last part of its path; None where none is meant."""
+    from kvsim.catalogue import find
+    from kvsim.configs import load_model
+
+    for name in (text, text.replace("\\", "/").rstrip("/").rpartition("/")[2]):
+        entry = find(name, must=False) if name else None
+        if entry is not None:
+            return load_model(entry.name)
+    return None
+
+
+def first(servers: Iterable[T]) -> Iterator[T]:
+    """The servers of a file that are judged: a log that repeats its start-up for ever is answered all the same."""
+    return islice(servers, MAX_SERVERS)
+
+
+def _read(path: str) -> tuple[bytes, list[str]]:
+    name = Path(path).name
+    if path not in ("-", "/dev/stdin"):
+        _check_regular(Path(path))
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        if path in ("-", "/dev/stdin"):
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise KvsimError(f"cannot read the log {name!r}: {error.strerror or 'not readable'}") from None
+    for start, kind in PACKED.items():
+        if data.startswith(start):
+            raise KvsimError(f"the log {name!r} is {kind}-compressed: unpack it first")
+    notes = [f"only the first {MAX_BYTES >> 20} MiB were read"] if len(data) > MAX_BYTES else []
+    return _utf8(data[:MAX_BYTES]), notes
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file: opening a pipe would wait for its writer, a device may never end."""
+    try:
+        mode = path.stat().st_mode
     except OSError as error:
         raise KvsimError(f"cannot read the log {path.name!r}: {error.strerror or 'not readable'}") from None
     except ValueError:
         raise KvsimError("cannot read the log: its name holds a character that no file name has") from None
-    notes = [f"only the first {MAX_BYTES >> 20} MiB were read"] if len(data) > MAX_BYTES else []
-    data = data[:MAX_BYTES]
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what PowerShell's `>` writes
-        data = data.decode("utf-16", errors="replace").encode("utf-8", errors="replace")
-    return data, notes
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise KvsimError(f"cannot read the log {path.name!r}: it is {what}; give a file, or - for standard input")
+
+
+def _utf8(data: bytes) -> bytes:
+    """The text in UTF-8: PowerShell's `>` writes UTF-16, with its mark or, after a split, without."""
+    coding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    sample = data[:2000]
+    for start, guess in ((1, "utf-16-le"), (0, "utf-16-be")):
+        zeros = sample[start::2]
+        if not coding and len(zeros) > 8 and zeros.count(0) > 0.9 * len(zeros) and sample[1 - start :: 2].count(0) == 0:
+            coding = guess
+    return data.decode(coding, errors="replace").encode("utf-8", errors="replace") if coding else data
 
 
 def _lines(data: bytes, keywords: tuple[bytes, ...]) -> tuple[list[Line], bool]:

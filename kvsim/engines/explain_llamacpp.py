@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvsim.engines.explain import Finding, Line, written
+from kvsim.engines.explain import Finding, Line, first, written
 from kvsim.engines.llamacpp_layers import plan
 from kvsim.engines.llamacpp_log import KEYWORDS, Context, Print, contexts
 from kvsim.engines.llamacpp_types import BLOCKS
@@ -28,7 +28,7 @@ SIZES = {"KiB": 2**10, "MiB": 2**20, "MB": 2**20, "GiB": 2**30}  # llama.cpp's "
 def findings(lines: Sequence[Line], model: ModelSpec | None) -> list[Finding]:
     """Findings of every context in the log."""
     result = []
-    for server, context in enumerate(contexts(lines), start=1):
+    for server, context in enumerate(first(contexts(lines)), start=1):
         reader = _Reader(context, model, server)
         for item in context.prints:
             result += reader.judge(item)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvsim.engines import sglang
-from kvsim.engines.explain import Finding, Line, written
+from kvsim.engines.explain import Finding, Line, first, named, written
 from kvsim.engines.pool import GIB
 from kvsim.engines.result import Memory
 from kvsim.errors import KvsimError
@@ -24,6 +24,7 @@ FLAGS = {
     "tp_size": rf"\btp_size={COUNT}", "dp_size": rf"\bdp_size={COUNT}", "pp_size": rf"\bpp_size={COUNT}",
     "page_size": rf"\bpage_size={COUNT}",
 }  # fmt: skip
+MODEL = re.compile(r"\bmodel_path='([^']{1,300})'")
 RATIO = re.compile(r"\bswa_full_tokens_ratio=(\d\.\d{1,6})")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2",
           "float4_e2m1fn_x2": "fp4_e2m1"}  # fmt: skip
@@ -36,12 +37,18 @@ class Server:
 
     number: int
     flags: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
     pools: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
 
 
 def findings(lines: Sequence[Line], model: ModelSpec | None) -> list[Finding]:
     """Every pool line of every server; figures that a model is needed for are unknown without one."""
-    return [finding for server in _servers(lines) for finding in _judged(server, model)]
+    found = []
+    for server in first(_servers(lines)):
+        mine = model or named(server.model)
+        told = f"; model {mine.name}, as the log names it" if mine is not None and model is None else ""
+        found += [replace(f, rule=f.rule + told) for f in _judged(server, mine)]
+    return found
 
 
 def _servers(lines: Sequence[Line]) -> Iterator[Server]:
@@ -57,6 +64,8 @@ def _servers(lines: Sequence[Line]) -> Iterator[Server]:
 
 def _read(line: Line, server: Server) -> None:
     text = line.text
+    stated = MODEL.search(text)
+    server.model = stated[1] if stated else server.model
     for name, pattern in FLAGS.items():
         found = re.search(pattern, text)
         if found and int(found[1]) > 0:
@@ -86,7 +95,8 @@ def _judged(server: Server, model: ModelSpec | None) -> Iterator[Finding]:
     for name, values, number in server.pools:
         rows = _rows(name, values)
         if model is None:
-            yield from (_finding(server, what, printed, unit, None, "the model is not in the log: give --model", number)
+            lacks = "the log names no model known here: give --model"
+            yield from (_finding(server, what, printed, unit, None, lacks, number)
                         for what, printed, unit in rows)
             continue
         try:
@@ -142,5 +152,6 @@ def _finding(server: Server, what: str, printed: str, unit: str, options: list[f
         share = float(printed) / float(texts[0])
         known = ((0.5, "kv_cache_dtype fp8 or twice the tp_size"), (2.0, "kv_cache_dtype bf16 or half the tp_size"))
         hints = tuple(text for ratio, text in known if abs(share / ratio - 1) < 0.01)
+        hints = hints or (f"another model or dtype: printed is {share:.3f} of what this one stores",)
     return Finding("sglang", what, printed, unit, printed if matches else texts[0], matches, rule, hints, number,
                    server.number)  # fmt: skip

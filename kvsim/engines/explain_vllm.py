@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvsim.engines import vllm
-from kvsim.engines.explain import Finding, Line, written
+from kvsim.engines.explain import Finding, Line, first, named, written
 from kvsim.engines.pool import GIB
 from kvsim.engines.result import Memory
 from kvsim.engines.vllm_formats import SPELLINGS
@@ -35,9 +35,12 @@ FACTS = {
 DTYPE = re.compile(r"'?kv_cache_dtype'?[=:] ?'?(?:torch\.)?([a-z0-9_]{2,24})|^data type to store kv cache")
 PREFIX = re.compile(r"enable_prefix_caching'?[=:] ?(True|False)")
 VERSION = re.compile(r"(?:LLM engine \(v|API server version )(\d{1,3}\.\d{1,3}(?:\.\d{1,3})?)")
+MODEL = re.compile(r"\bmodel='([^']{1,300})'")
 POOLS = re.compile(rf"(?:Available KV cache memory: |reserved for KV Cache is |kv_cache_size=){DECIMAL} ?GiB")
 UNKNOWN_VERSIONS = ("0.25", "0.19", "0.27")
 MAX_BLOCKS_TRIED = 600
+BEFORE_POOL = {"attention block", "padding waste"}
+"""Figures that a server prints before its pool; a pool after any other is another server's."""
 
 
 @dataclass
@@ -47,24 +50,37 @@ class Server:
     number: int
     flags: dict[str, Any] = field(default_factory=dict)
     version: str = ""
+    model: str = ""
     v1: bool | None = None
     pools: list[str] = field(default_factory=list)
     figures: dict[str, tuple[str, str, int]] = field(default_factory=dict)
 
 
 def findings(lines: Sequence[Line], model: ModelSpec | None) -> list[Finding]:
-    """Every figure of every server, judged where a model is given."""
-    return [finding for server in _servers(lines) for finding in _judged(server, model)]
+    """Every figure of every server, judged where a model is given or named in the log."""
+    seen: dict[str, list[Finding]] = {}  # a server that starts over and over is judged once
+    found = []
+    for server in first(_servers(lines)):
+        what = {name: figure[:2] for name, figure in server.figures.items()}
+        key = repr((server.flags, server.version, server.v1, server.model, server.pools, what))
+        if key not in seen:
+            mine = model or named(server.model)
+            told = f"; model {mine.name}, as the log names it" if mine is not None and model is None else ""
+            seen[key] = [replace(f, rule=f.rule + told) for f in _judged(server, mine)]
+        found += [replace(f, line=server.figures[f.name][2], server=server.number) for f in seen[key]]
+    return found
 
 
 def _servers(lines: Sequence[Line]) -> Iterator[Server]:
     server = Server(1)
     for line in lines:
         starts = "LLM engine (v" in line.text or "API server version" in line.text
-        again = POOLS.match(line.text) and server.figures and "tokens" not in line.text
+        after = set(server.figures) - BEFORE_POOL
+        again = POOLS.match(line.text) and after and "tokens" not in line.text
         if (starts or again) and server.figures:
             yield server
-            server = Server(server.number + 1, {} if starts else dict(server.flags), "" if starts else server.version)
+            old = Server(0) if starts else server
+            server = Server(server.number + 1, dict(old.flags), old.version, old.model)
         _read(line, server)
     if server.figures:
         yield server
@@ -87,6 +103,8 @@ def _read(line: Line, server: Server) -> None:
     version = VERSION.search(text)
     if version:
         server.version = version[1]
+        stated = MODEL.search(text)
+        server.model = stated[1] if stated else server.model
         if "LLM engine" in text:
             server.v1 = "V1" in line.prefix
     pool = POOLS.search(text)
@@ -126,7 +144,8 @@ def _judged(server: Server, model: ModelSpec | None) -> list[Finding]:
             best = found
     if any(f.matches is False for f in best):
         hints = tuple(_hints(server, model, best))
-        best = [f if f.matches is not False else Finding(**{**vars(f), "hints": hints}) for f in best]
+        hints = hints or tuple(_implied(server, model, best))
+        best = [f if f.matches is not False else replace(f, hints=hints) for f in best]
     return best
 
 
@@ -216,7 +235,7 @@ def _without_model(server: Server, name: str) -> Finding:
         found = _finding(server, name, [held / length, held / 16 / -(-length // 16)], "tokens / max_model_len")
         if found.matches:
             return found
-    return _finding(server, name, None, "the model is not in the log: give --model")
+    return _finding(server, name, None, "the log names no model known here: give --model")
 
 
 def _finding(server: Server, name: str, values: list[float | None] | None, rule: str) -> Finding:
@@ -231,6 +250,28 @@ def _finding(server: Server, name: str, values: list[float | None] | None, rule:
     return Finding("vllm", name, printed, unit, shown, inside, rule, (), number, server.number)
 
 
+def _implied(server: Server, model: ModelSpec, base: list[Finding]) -> Iterator[str]:
+    """What the pool and the tokens say by themselves, where no single other input explains a figure."""
+    tokens = int(server.figures["tokens"][0].replace(",", "")) if "tokens" in server.figures else 0
+    stored = _token_bytes(server, model) if tokens and server.pools else 0
+    if stored:
+        meant = float(_pool(server)) * GIB / tokens
+        yield f"another model: pool / tokens is {meant:,.0f} bytes a token and rank; {model.name} stores {stored:,.0f}"
+    else:
+        yield "another model, or two inputs at once: no single one explains every figure"
+
+
+def _token_bytes(server: Server, model: ModelSpec) -> float:
+    """Bytes that a token costs where all layers share one table; 0 in hybrids, whose prints are no such quotient."""
+    try:
+        flags = {**server.flags, "version": _versions(server)[0]}
+        one = vllm.memory(model, **flags, pool_bytes=max(float(_pool(server)), 0.001) * GIB)
+    except KvsimError:
+        return 0
+    shared = one.caches and one.caches[0].name == "shared pool"
+    return 0 if shared else (one.kv_bytes or 0) / max(1, one.tokens or 1)
+
+
 def _hints(server: Server, model: ModelSpec, base: list[Finding]) -> Iterator[str]:
     """Single changes of the inputs under which every figure comes out."""
     score = sum(f.matches is True for f in base)
@@ -238,7 +279,7 @@ def _hints(server: Server, model: ModelSpec, base: list[Finding]) -> Iterator[st
     changes: list[dict[str, Any]] = [{"kv_cache_dtype": d} for d in ("auto", "fp8", "nvfp4", "int8_per_token_head")]
     changes += [{"tensor_parallel_size": n} for n in (1, 2, 4, 8)]
     changes += [{"mamba_ssm_cache_dtype": d} for d in ("float32", "bfloat16")] + [{"enable_prefix_caching": True}]
-    changes += [{"max_num_batched_tokens": n} for n in (2048, 4096, 8192, 16384)]
+    changes += [{"max_num_batched_tokens": n} for n in (1024, 2048, 2496, 4096, 5120, 8192, 16384, 32768)]
     for change in changes:
         found = _with_version(server, model, version, change)
         if sum(f.matches is True for f in found) > score and not any(f.matches is False for f in found):

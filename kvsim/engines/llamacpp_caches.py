@@ -131,6 +131,8 @@ def refusals(found: Plan, setup: Setup) -> list[str]:
     """Raise what llama.cpp would answer with an error at start-up; return what it would only do on some devices."""
     type_k, type_v = setup.types
     rows = (*found.full, *found.windowed)
+    if quantized(type_v) and not setup.now.flash_exists:
+        return ["a quantized V before flash attention (2024-04-30): the cache is made, the first batch fails"]
     if quantized(type_v) and any(r.v for r in rows):
         if setup.flash and not setup.now.mixed_heads and any(r.k_head != r.v_head for r in rows):
             raise KvsimError(f"type_v={type_v}: this version forces flash attention off where K and V heads differ in "

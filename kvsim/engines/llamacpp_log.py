@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from kvsim.engines.explain import Line
 
 KEYWORDS = (
-    b"llama_model_loader: - kv", b"print_info: n_", b"print_info: ssm_", b"print_info: no_alloc",
-    b"llm_load_print_meta: n_", b"llm_load_print_meta: ssm_", b"llama_model_load_internal: n_", b"llama_context: ",
-    b"llama_context_base: n_", b"llama_new_context_with_model: ", b"llama_init_from_model: ", b"llama_init_from_file: ",
+    b"llama_model_loader: - kv", b"print_info: ", b"llm_load_print_meta: ", b"llama_model_load_internal: n_",
+    b"llama_context: ", b"llama_context_base: n_", b"llama_new_context_with_model: ", b"llama_init_from_",
     b"KV buffer size", b"RS buffer size", b"KV self size", b"kv self size", b"llama_kv_cache", b"init: kv_size",
     b"llama_memory_recurrent: size", b"n_slots = ", b"memory.required.kv", b"--ctx-size", b"build = ", b"build: ",
 )  # fmt: skip

@@ -99,4 +99,4 @@ def explanations(printed: float, w: Widths, rows: int, types: tuple[str, str], c
     heads, kv = context.get("n_head"), context.get("n_head_kv")
     if heads and kv and heads != kv and abs(printed / whole - heads / kv) < 1e-3:
         hints.append("all query heads stored instead of the KV heads")
-    return tuple(hints[:4])
+    return tuple(hints[:4]) or ("none of another type, layer count, cell count or head count gives it: another build?",)

@@ -95,14 +95,17 @@ def memory(
     notes = _notes(model, sparse, version, dp_size, split)
     slots = None if max_mamba_cache_size is None else int(whole(max_mamba_cache_size, "max_mamba_cache_size", low=1))
     ratio = fraction(swa_full_tokens_ratio, "swa_full_tokens_ratio")
+    refused, pool = "", None
     if tokens is None:
-        pool = _pool(model, layout, pool_bytes, device, mem_fraction_static, weights, notes)
+        pool, refused = _pool(model, layout, pool_bytes, device, mem_fraction_static, weights, notes)
         if slot and slots is None:
             share = mamba_full_memory_ratio / (1 + mamba_full_memory_ratio)
             slots = int(pool * share) // slot
         rest = pool - (slots or 0) * slot if slot else pool
         tokens = _tokens(rest, full, window, ratio, page)
     count = int(whole(tokens, "tokens"))
+    if not count and pool is not None and full.layers and not refused:
+        refused = f"SGLang would not start: {pool} bytes hold no token of {full.bytes + window.bytes} bytes"
     caches = _caches(full, window, count, page, ratio)
     states: tuple[Cache, ...] = ()
     if slot and slots is not None:
@@ -113,7 +116,7 @@ def memory(
         "sglang", kv_bytes=sum(c.bytes for c in caches), k_bytes=sum(c.k_bytes or 0 for c in caches),
         v_bytes=sum(c.v_bytes or 0 for c in caches), caches=caches, states=states,
         state_bytes=sum(c.bytes for c in states), tokens=count, blocks=count // page if page > 1 else None,
-        block_tokens=page, warnings=tuple(notes),
+        block_tokens=page, warnings=((refused, *notes) if refused else tuple(notes)), refused=refused, pool_bytes=pool,
     )  # fmt: skip
 
 
@@ -194,9 +197,10 @@ def _state_parts(model: ModelSpec, run: range, layout: ParallelLayout, ssm_dtype
 
 
 def _pool(model: ModelSpec, layout: ParallelLayout, pool_bytes: float | None, device: object | None,
-          share: float | None, weights: str | None, notes: list[str]) -> int:
+          share: float | None, weights: str | None, notes: list[str]) -> tuple[int, str]:
+    """(bytes for the cache and the states, why the engine would not start with them)."""
     if pool_bytes is not None:
-        return positive_bytes(pool_bytes, "pool_bytes")
+        return positive_bytes(pool_bytes, "pool_bytes"), ""
     if device is None:
         raise KvsimError("sglang memory needs tokens, pool_bytes or device (with mem_fraction_static)")
     used = fraction(0.88 if share is None else share, "mem_fraction_static")
@@ -206,9 +210,9 @@ def _pool(model: ModelSpec, layout: ParallelLayout, pool_bytes: float | None, de
     notes.append(f"estimated {tightest.describe()}; activations and graphs live in the {1 - used:.0%} outside "
                  "mem_fraction_static")
     if tightest.left.mid <= 0:
-        raise KvsimError(f"SGLang would not start: not enough memory for the cache ({tightest.describe()}); raise "
-                         "mem_fraction_static or use more ranks")
-    return tightest.left.mid
+        return 0, ("SGLang would not start: not enough memory for the cache; raise mem_fraction_static, use more ranks "
+                   "or smaller weights")  # fmt: skip
+    return tightest.left.mid, ""
 
 
 def _tokens(rest: int, full: Row, window: Row, ratio: float, page: int) -> int:

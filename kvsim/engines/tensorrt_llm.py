@@ -61,12 +61,17 @@ def memory(
     if not k:
         raise KvsimError(f"model {model.name!r} has no attention layer whose keys TensorRT-LLM would store")
     limits = []
+    refused = ""
     if free_bytes is None and device is not None:
         pools = device_pool(model, device, layout, 1.0, batched_tokens=8192, sequences=256, weights=weights,
                             graphs=False)  # fmt: skip
         tightest = min(pools, key=lambda pool: pool.left.mid)
         notes.append(f"free memory is estimated: {tightest.describe()}")
         free_bytes = tightest.left.mid
+        if free_bytes <= 0:
+            refused = ("TensorRT-LLM would not start: no memory is free after the weights; use more ranks or smaller "
+                       "weights")  # fmt: skip
+            free_bytes, limits = None, [0]
     if free_bytes is not None:
         limits.append(-(-int(positive_bytes(free_bytes, "free_bytes") * share) // ((k + v) * block)))
     if max_tokens is not None:
@@ -80,7 +85,9 @@ def memory(
     return Memory(
         "tensorrt-llm", kv_bytes=rows * (k + v), k_bytes=rows * k, v_bytes=rows * v,
         state_bytes=None if stateful else 0, tokens=rows, blocks=blocks, block_tokens=block,
-        caches=(Cache("attention", rows * (k + v), rows, layers, rows * k, rows * v),), warnings=tuple(notes),
+        caches=(Cache("attention", rows * (k + v), rows, layers, rows * k, rows * v),),
+        warnings=((refused, *notes) if refused else tuple(notes)), refused=refused,
+        pool_bytes=None if free_bytes is None and not refused else int((free_bytes or 0) * share),
     )  # fmt: skip
 
 

@@ -114,7 +114,8 @@ def memory(
         low, high = (_blocks(plans, [getattr(pool.left, end) for pool in pools]) for end in ("low", "high"))
         ends = (_tokens(plans, setup, low), _tokens(plans, setup, high))
     found = replace(_report(plans, setup, blocks, notes), refused=refused, tokens_range=ends)
-    found = replace(found, pool_bytes=min(sizes) if sizes else None, longest_request=_longest(plans, setup, blocks))
+    pool = max(0, min(sizes)) if sizes else None
+    found = replace(found, pool_bytes=pool, longest_request=_longest(plans, setup, blocks))
     if setup.release.v0:
         found = _with_swap(found, plans, 4.0 if swap_space_gib is None else swap_space_gib)
     elif swap_space_gib is not None:

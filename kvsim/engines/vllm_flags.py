@@ -15,6 +15,7 @@ from kvsim.workload import whole
 
 BLOCKS = {"cuda": 16, "rocm": 16, "xpu": 64, "cpu": 16, "tpu": 256, "ascend": 128}
 MLA_BLOCK = 64
+SMALL_BLOCKS = (1, 8)
 MODES = ("none", "align", "all")
 SSM_BITS = {"auto": 0, "float32": 32, "fp32": 32, "float16": 16, "fp16": 16, "bfloat16": 16, "bf16": 16}
 FLOAT32_STATES = ("qwen3_5", "kimi")
@@ -38,6 +39,8 @@ def server_setup(
                         ("max_num_batched_tokens", max_num_batched_tokens)):
         if value is not None:
             whole(value, name, low=1)
+    if block_size is not None and block_size not in SMALL_BLOCKS and block_size % 16:
+        raise KvsimError(f"block_size {block_size} is no block of a vLLM attention backend: 1, 8 or a multiple of 16")
     drafted = int(whole(num_speculative_tokens, "num_speculative_tokens", high=64))
     context = int(whole(decode_context_parallel_size, "decode_context_parallel_size", low=1, high=2**16))
     if tensor_parallel_size % context:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from kvsim.engines.parallel import rank_attention, rank_states
@@ -102,8 +103,13 @@ class Plan:
     def blocks_per_request(self, setup: Setup, length: int) -> int:
         """Blocks of all groups for one request of `length` tokens."""
         if len(self.groups) == 1:
-            return max(page.blocks(setup, length) for page in self.groups[0].pages)
+            return max(page.blocks(setup, length) for page in self._kinds)
         return sum(group.page.blocks(setup, length) for group in self.groups)
+
+    @cached_property
+    def _kinds(self) -> tuple[Page, ...]:
+        """The different pages of the only group: hundreds of layers ask for the same blocks."""
+        return tuple(dict.fromkeys(self.groups[0].pages))
 
     def longest(self, setup: Setup, blocks: int, limit: int) -> int:
         """The longest request, up to `limit` tokens, that `blocks` hold; 0 when one token does not fit."""
@@ -137,19 +143,18 @@ def aligned_block(model: ModelSpec, setup: Setup) -> int:
 
 def pages(model: ModelSpec, setup: Setup) -> list[list[Page]]:
     """Pages of every layer (attention, cross-attention, states; drafting layers last), before they are made equal."""
-    layers = [*model.layers, *_drafting_layers(model, setup)]
     kept: set[int] = set()
     if setup.dtype.startswith("turboquant") and not any(x.states for x, _ in model.groups):
         ends = min(SKIPPED_EACH_END, model.n_layers // 2)
         kept = {*range(ends), *range(model.n_layers - ends, model.n_layers)}
-    built: dict[tuple[Layer, bool], list[Page]] = {}
-    found = []
-    for index, layer in enumerate(layers):
-        key = (layer, index in kept)
-        if key not in built:
-            built[key] = _layer_pages(layer, replace(setup, dtype="auto") if key[1] else setup)
-        found.append(built[key])
-    return found
+    found: list[list[Page]] = [[] for _ in model.layers]
+    for layer, where in model.groups:
+        for plain in (True, False):
+            mine = [i for i in where if (i in kept) is plain]
+            built = _layer_pages(layer, replace(setup, dtype="auto") if plain else setup) if mine else []
+            for index in mine:
+                found[index] = built
+    return found + [_layer_pages(layer, setup) for layer in _drafting_layers(model, setup)]
 
 
 def plan(layer_pages: Sequence[Sequence[Page]], setup: Setup, stage: range | None = None) -> Plan:

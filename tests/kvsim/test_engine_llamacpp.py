@@ -256,3 +256,12 @@ def test_invariants(n_ctx, slots, unified, ub, kinds):
     assert found.caches[1].tokens <= found.caches[0].tokens
     assert llama(GEMMA3, n_ctx=n_ctx + 256, **flags).kv_bytes >= found.kv_bytes
     assert found.kv_bytes <= llama(GEMMA3, n_ctx=n_ctx, swa_full=True, **flags).kv_bytes
+
+
+def test_quantized_values_before_flash_attention_are_made():
+    # lcpp-43: a build of 2023-12 printed K 256.00, V 80.00 MiB and failed at the first batch
+    found = llama(n_ctx=4096, type_v="q4_1", version="2023-12")
+    assert (found.k_bytes, found.v_bytes) == (256 * 2**20, 80 * 2**20)
+    assert any("before flash attention" in note for note in found.warnings)
+    with pytest.raises(KvsimError, match="a quantized V needs flash attention"):
+        llama(n_ctx=4096, type_v="q4_1", version="2024-06")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsim import KvsimError, ModelSpec, memory
+from kvsim import KvsimError, ModelSpec, load_model, memory
 from kvsim.engines.vllm_formats import SPELLINGS, spelled, token_bytes
 from kvsim.engines.vllm_versions import release
 from kvsim.model import Attention, Layer, Matrix, State
@@ -274,3 +274,34 @@ def test_the_states_dtype_is_the_configs(architecture, routed, block):
     assert found.block_tokens == block
     assert any("recurrent state taken at" in w for w in found.warnings)
     assert memory("vllm", model, num_gpu_blocks_override=1, mamba_ssm_cache_dtype="float32").block_tokens == 64
+
+
+def test_blocks_that_no_backend_has():
+    with pytest.raises(KvsimError, match="block_size 15 is no block"):
+        memory("vllm", LLAMA, pool_bytes=GIB, block_size=15)
+    for block in (1, 8, 16, 544, 1600):
+        assert memory("vllm", LLAMA, pool_bytes=GIB, block_size=block).block_tokens == block
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [("vllm", {"max_model_len": 8192}), ("sglang", {}), ("tensorrt-llm", {})],
+)
+def test_weights_beyond_the_device_are_an_answer(engine, flags):
+    found = memory(engine, load_model("llama-3.1-70b"), device="h100-sxm", **flags)
+    assert found.refused
+    assert found.refused in found.warnings
+    assert (found.tokens, found.pool_bytes) == (0, 0)
+
+
+def test_sizes_and_switches_as_servers_write_them():
+    found = memory("vllm", LLAMA, pool_bytes="10.12 GiB", max_model_len="8k")
+    assert found == memory("vllm", LLAMA, pool_bytes=10.12 * GIB, max_model_len=8192)
+    assert memory("vllm", LLAMA, pool_bytes="20GB").pool_bytes == 20 * 10**9
+    with pytest.raises(KvsimError, match="pool_bytes must be a number, got '10 XiB'"):
+        memory("vllm", LLAMA, pool_bytes="10 XiB")
+    flags = {"no-enable-prefix-caching": True, "pool_bytes": GIB}
+    assert memory("vllm", LLAMA, **flags) == memory("vllm", LLAMA, pool_bytes=GIB, enable_prefix_caching=False)
+    for name, value in (("no-max-model-len", True), ("no-enable-prefix-caching", "perhaps"), ("no-prefix", True)):
+        with pytest.raises(KvsimError, match="vllm has no flag"):
+            memory("vllm", LLAMA, pool_bytes=GIB, **{name: value})
