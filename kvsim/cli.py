@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from kvsim import cli_answers, cli_engines, cli_lists, cli_runtime
+from kvsim import cli_answers, cli_engines, cli_lists, cli_report, cli_runtime
 from kvsim.cli_options import WRONG_QUESTION
 from kvsim.errors import KvsimError, did_you_mean, shown
 
@@ -114,5 +114,6 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _command in (*cli_answers.COMMANDS, *cli_engines.COMMANDS, *cli_lists.COMMANDS, *cli_runtime.COMMANDS):
-    main.add_command(_command)
+for _module in (cli_answers, cli_engines, cli_report, cli_lists, cli_runtime):
+    for _command in _module.COMMANDS:
+        main.add_command(_command)

@@ -71,7 +71,7 @@ def fit_command(
         device,
         Workload(batch, prompt, new),
         objective=objective,  # type: ignore[arg-type]
-        methods=None if methods is None else _split(methods, "--methods"),
+        methods=None if methods is None else split_methods(methods, "--methods"),
         limits=limits.limits(),
         weights=asked.weights,
         kv_dtype=asked.kv_dtype,
@@ -143,7 +143,7 @@ def sweep_command(
 
     if out is not None:
         check_target(out)
-    names = _split(methods, "--method")
+    names = split_methods(methods, "--method")
     points = len(names) * len(prompt) * len(batch)
     if points > MAX_POINTS:
         raise KvsimError(f"sweep asks for {points:,} points; at most {MAX_POINTS:,}: take larger steps")
@@ -181,7 +181,7 @@ def _give(found: Sweep, out: str | None, as_json: bool) -> None:
         print_sweep(console(), found)
 
 
-def _split(text: str, option: str) -> list[str]:
+def split_methods(text: str, option: str) -> list[str]:
     """Methods of a comma list, split outside parentheses."""
     from kvsim.grammar import split
 

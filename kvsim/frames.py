@@ -129,7 +129,7 @@ def rows_of(source: Any) -> list[Row]:  # noqa: PLR0911
     if isinstance(source, Mapping) and not hasattr(source, "to_dataframe"):
         return [dict(source)]
     if hasattr(source, "to_dataframe"):  # xarray
-        held = source.to_dataframe().reset_index()
+        held = source.to_dataframe().reset_index().rename(columns={"kv_method": "method"})
         held.attrs = dict(source.attrs)
         return rows_of(held)
     if hasattr(source, "to_dict") and hasattr(source, "columns"):  # pandas
@@ -162,13 +162,17 @@ def frame(rows: Iterable[Row], **attrs: Any) -> pd.DataFrame:
 
 
 def dataset(sweep: Sweep) -> xr.Dataset:
-    """A sweep as labelled arrays [method, batch, prompt_tokens], each with its unit; KvsimError without xarray."""
+    """A sweep as labelled arrays [kv_method, batch, prompt_tokens], each with its unit; KvsimError without xarray.
+
+    The first axis is not called `method`, because `Dataset.sel` has an argument of that name.
+    """
     try:
         import xarray as xr
     except ImportError:
         raise KvsimError(f"labelled arrays need xarray: {INSTALL}") from None
-    names = ("method", "batch", "prompt_tokens")
-    coordinates = dict(zip(names, (list(sweep.methods), sweep.batch, sweep.prompt_tokens), strict=True))
+    names = ("kv_method", "batch", "prompt_tokens")
+    methods = [called(parse_method(m)) for m in sweep.methods]
+    coordinates = dict(zip(names, (methods, sweep.batch, sweep.prompt_tokens), strict=True))
     held = {name: (names, values, _unit(name)) for name, values in sweep.columns.items()}
     made = xr.Dataset(held, coordinates, sweep_attributes(sweep))
     for name in names[1:]:

@@ -77,7 +77,7 @@ class Sweep:
         return frame(self.rows(), **sweep_attributes(self))
 
     def to_xarray(self) -> xr.Dataset:
-        """The columns as labelled arrays [method, batch, prompt_tokens] with units (xarray must be installed)."""
+        """The columns as labelled arrays [kv_method, batch, prompt_tokens] with units (xarray must be installed)."""
         from kvsim.frames import dataset
 
         return dataset(self)

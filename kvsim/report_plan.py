@@ -191,7 +191,7 @@ def _rejected(out: Console, rejected: Sequence[Rejected], everything: bool) -> N
     reasons: dict[str, list[str]] = {}
     for r in rejected:
         if not r.short_by_bytes:
-            reasons.setdefault(_kind(r.reason), []).append(r.method)
+            reasons.setdefault(kind_of(r.reason), []).append(r.method)
     listed = list(reasons.items()) if everything else list(reasons.items())[:NEAREST]
     for reason, methods in listed:
         named_too = methods if everything else methods[:4]
@@ -202,7 +202,7 @@ def _rejected(out: Console, rejected: Sequence[Rejected], everything: bool) -> N
         say(out, f"rejected: {left} more for other reasons (--all lists them)", style="dim")
 
 
-def _kind(reason: str) -> str:
+def kind_of(reason: str) -> str:
     """A reason without settings and the method's own formats, so that the same one stands once."""
     alike = re.sub(r" cannot store keys as .*; its (formats|types):", r" has no such cache; its \1:", reason)
     return re.sub(r"(?<=\w)\([^()]*=[^()]*\)", "", alike)

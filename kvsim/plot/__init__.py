@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvsim.plot.context import best_method, context_memory, context_time
+from kvsim.plot.frontier import pareto
 from kvsim.plot.interactive import explore
 from kvsim.plot.measured import predicted_measured, quality_bytes
 from kvsim.plot.memory import memory_bars, waterfall
-from kvsim.plot.pareto import pareto
-from kvsim.plot.roofline import roofline
+from kvsim.plot.roof import roofline
 from kvsim.plot.style import data
 
 __all__ = [

@@ -23,6 +23,7 @@ from kvsim.plot.style import (
     page,
     powers,
     remember,
+    title,
 )
 from kvsim.report import gib as written
 
@@ -131,7 +132,7 @@ def _finish(ax: Axes, rows: Sequence[Row]) -> None:
     where = " on ".join(str(first[k]) for k in ("model", "device") if k in first)
     several = "sequence" if first["batch"] == 1 else "sequences"
     hollow = "; hollow: does not fit" if not all(r.get("fits", True) for r in rows) else ""
-    ax.set_title(f"{where}, {first['batch']} {several}{hollow}")
+    title(ax, f"{where}, {first['batch']} {several}{hollow}")
     below(ax)
 
 
@@ -183,7 +184,7 @@ def best_method(source: Any, objective: Best = "speed", ax: Axes | None = None) 
         axes.grid(False)
         axes.set_xlabel("prompt (tokens; k = 1,024)")
         axes.set_ylabel("batch (sequences)")
-        axes.set_title(f"best of what fits: {BEST[objective][0]}")
+        title(axes, f"best of what fits: {BEST[objective][0]}")
         keys = [Patch(color=colours[n], label=f"{chr(ord('A') + i)}: {n}") for i, n in enumerate(names)]
         if any(r["method"] == "nothing fits" for r in rows):
             keys.append(Patch(facecolor="white", edgecolor=FAINT, hatch="///", label="nothing fits"))

@@ -9,9 +9,9 @@ import numpy as np
 
 from kvsim.errors import KvsimError
 from kvsim.frames import Row, column, rows_of
+from kvsim.plot.frontier import FIGURES
 from kvsim.plot.labels import label
-from kvsim.plot.pareto import FIGURES
-from kvsim.plot.style import BLACK, FAINT, FAMILIES, LIMIT, MARKERS, SERIES, SIZE, at_most, below, page, remember
+from kvsim.plot.style import BLACK, FAINT, FAMILIES, LIMIT, MARKERS, SERIES, SIZE, at_most, below, page, remember, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def predicted_measured(source: Any, group: str = "", name: str = "name", ax: Axe
         axes.set_xlabel("measured (ms)")
         axes.set_ylabel("predicted (ms)")
         error, inside = np.median([abs(r["error"]) for r in rows]), np.mean([r["inside"] for r in rows])
-        axes.set_title(f"{len(rows):,} rows: median error {error:.0%}, {inside:.0%} inside their 90% intervals")
+        title(axes, f"{len(rows):,} rows: median error {error:.0%}, {inside:.0%} inside their 90% intervals")
         below(axes)
         _worst(axes, worst(rows), name)
         return remember(axes, rows)
@@ -119,5 +119,5 @@ def quality_bytes(
         marks = [(r["bits_per_value"], r[y]) for r in order]
         label(axes, [(r["bits_per_value"], r[y], str(r["method"])) for r in some], marks)
         zero = sum(1 for r in rows if not r[y] > 0)
-        axes.set_title("loss against bits" + (f"; {zero} without loss not shown" if zero else ""))
+        title(axes, "loss against bits" + (f"; {zero} without loss not shown" if zero else ""))
         return remember(axes, [*rows, *bound])

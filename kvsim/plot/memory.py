@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsim.errors import KvsimError
 from kvsim.frames import Row, column, rows_of
-from kvsim.plot.style import BLUE, FAINT, GREEN, LIMIT, ORANGE, PURPLE, SKY, at_most, below, gib, page, remember
+from kvsim.plot.style import BLUE, FAINT, GREEN, LIMIT, ORANGE, PURPLE, SKY, at_most, below, gib, page, remember, title
 from kvsim.record import Record
 from kvsim.report import gib as written
 
@@ -74,7 +74,7 @@ def waterfall(record: Record, ax: Axes | None = None) -> Axes:
         left_over = limit - total["bytes"]
         ends = f"{written(left_over)} left" if left_over >= 0 else f"{written(-left_over)} short"
         case = record.case
-        axes.set_title(f"{case.method}\n{ends} of the {written(limit)} of {case.hardware.name} (dashed)")
+        title(axes, f"{case.method}\n{ends} of {written(limit)} (dashed)")
         return remember(axes, rows)
 
 

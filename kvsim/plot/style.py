@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -139,6 +140,12 @@ def below(ax: Axes, handles: Sequence[Any] | None = None) -> None:
         if columns == 1 or legend.get_window_extent().width <= 0.98 * figure.bbox.width:
             return
         legend.remove()
+
+
+def title(ax: Axes, words: str) -> None:
+    """A title, on as many lines as the figure's width asks for."""
+    wide = int(10.5 * ax.figure.get_figwidth())  # type: ignore[union-attr]
+    ax.set_title("\n".join(fill(line, wide) for line in words.split("\n")))
 
 
 def at_most(names: Iterable[str], limit: int, what: str) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.frames import Row, column, rows_of
 from kvsim.plot.labels import label
-from kvsim.plot.style import BLACK, FAINT, FAMILIES, LIMIT, SIZE, below, gib, page, remember
+from kvsim.plot.style import BLACK, FAINT, FAMILIES, LIMIT, SIZE, below, gib, page, remember, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ QUALITY = ("kl", "ppl_ratio", "relative_error", "bits_per_value")
 
 def best_of(points: Sequence[tuple[float, ...]]) -> list[int]:
     """Indices of points that no other beats in all figures at once (smaller is better); each place once."""
-    held = np.asarray(points, float).reshape(len(points), -1)
+    held = np.asarray(points, float).reshape(len(points), len(points[0]) if points else 1)
     found: list[int] = []
     for i in np.lexsort(held.T[::-1]).tolist():  # who beats a point comes before it
         if not any((held[j] <= held[i]).all() for j in found):
@@ -110,7 +110,7 @@ def pareto(
         strong = [str(r["method"]) for r in rows if r.get("chosen")]
         _, missing = label(axes, points, marks, strong=strong)
         left = f"; {len(missing)} names had no room" if missing else ""
-        axes.set_title(f"{len(rows)} methods, {len(front)} of them on the frontier (large marks){left}")
+        title(axes, f"{len(rows)} methods, {len(front)} of them on the frontier (large marks){left}")
         return remember(axes, rows)
 
 

@@ -10,7 +10,7 @@ from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.frames import Row, called, family
 from kvsim.hardware import HardwareProfile
 from kvsim.plot.labels import label
-from kvsim.plot.style import BLACK, FAINT, FAMILIES, SIZE, below, page, remember
+from kvsim.plot.style import BLACK, FAINT, FAMILIES, SIZE, below, page, remember, title
 from kvsim.record import Record
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def roofline(
         axes.set_xlabel("intensity (FLOP a byte)")
         axes.set_ylabel("achieved (TFLOP/s)")
         what = "whole step" if line == "all" else line
-        axes.set_title(f"{what} of {phase} on {device.name}; the roof is the datasheet's")
+        title(axes, f"{what} of {phase} on {device.name}; the roof is the datasheet's")
         below(axes)
         points = [(r["intensity"], r["flops_per_s"] / TERA, r["method"]) for r in rows]
         label(axes, points)

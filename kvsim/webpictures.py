@@ -1,0 +1,144 @@
+"""The pictures of a web report as inline SVG, each with its caption and the table behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvsim.display import html_table
+from kvsim.errors import KvsimError
+from kvsim.frames import Row
+from kvsim.grid import Sweep, sweep
+from kvsim.plan import Candidate, Plan
+from kvsim.plot import context_memory, context_time, memory_bars, pareto, roofline, waterfall
+from kvsim.plot.style import INSTALL, rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 4.8
+"""Inches: on a phone of 360 pixels the letters are then still nearly 10 pixels high."""
+LINES = 5
+BARS = 8
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn, in words for those who do not see it, and how."""
+
+    name: str
+    caption: str
+    height: float
+    draw: Callable[[Axes], Axes]
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many items: both ends and an even choice between them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def shown(plan: Plan, most: int) -> list[Candidate]:
+    """The full cache, the choice, and an even choice of the frontier."""
+    first = [plan.baseline, *([plan.chosen] if plan.chosen else [])]
+    rest = [c for c in plan.frontier if c not in first]
+    return list(dict.fromkeys([*first, *spread(rest, most - len(first))]))
+
+
+def pictures(plan: Plan) -> list[Picture]:
+    """Those that answer the question, in the order in which it is asked."""
+    subject = plan.chosen or plan.baseline
+    answers, many = shown(plan, BARS), shown(plan, LINES)
+    work = plan.case.workload
+    grid = context_sweep(plan, many)
+    found = [
+        Picture("waterfall", f"Where the memory of {subject.name} goes, step by step to its peak.", 3.4,
+                lambda ax: waterfall(subject.record, ax)),
+        Picture("bars", "Each method at its peak: what is over the dashed line does not fit (x).", 1.6 + 0.36 * BARS,
+                lambda ax: memory_bars([{**_row(c), "method": c.name} for c in answers], ax)),
+        Picture("memory", "Memory as the context grows, everything else as asked.", 4.2,
+                lambda ax: context_memory(grid, int(work.batch), ax)),
+        Picture("time", "One decode step of the whole batch as the context grows; bands are 90% intervals.", 4.2,
+                lambda ax: context_time(grid, int(work.batch), ax, plan.limits.max_tpot_ms)),
+        Picture("pareto", "All methods that were considered; the frontier keeps more, is smaller or is faster than any "
+                "other. Hollow: does not fit or carries a caution.", 5.2, lambda ax: pareto(plan, ax=ax, most_labels=8)),
+        Picture("roofline", "Attention of one step under the device's roof; above the slope the last-level cache "
+                "helps. Bars are 90% intervals.", 4.6, lambda ax: roofline([c.record for c in many], ax=ax)),
+    ]  # fmt: skip
+    has_attention = all(any(x.name == "attention" and x.flops for x in c.record.decode.lines) for c in many)
+    return found if has_attention else found[:-1]
+
+
+def _row(c: Candidate) -> Row:
+    from kvsim.frames import record_rows
+
+    return record_rows(c.record)[0]
+
+
+def context_sweep(plan: Plan, methods: Sequence[Candidate]) -> Sweep:
+    """The methods over contexts: powers of two around the question's, up to the model's limit."""
+    case = plan.case
+    asked, new = int(case.workload.prompt_tokens), int(case.workload.new_tokens)
+    top = (case.model.max_context or max(2**17, 4 * asked)) - new
+    high = min(top, max(16 * asked, 2**14))
+    steps = [2**k for k in range(30) if high // 512 <= 2**k <= high and 2**k >= 16]
+    lengths = np.unique([*steps, max(1, min(asked, high)), max(1, high)])
+    options: dict[str, Any] = {"weights": case.weights, "kv_dtype": case.kv_dtype, "devices": case.devices}
+    options["kernel"] = case.kernel
+    reserve = plan.baseline.record.reserve_bytes
+    batch = int(case.workload.batch)
+    written = [c.method for c in methods]
+    return sweep(case.model, case.hardware, written, lengths, batch, new, reserve_bytes=reserve, **options)
+
+
+def figure(picture: Picture) -> str:
+    """One picture as HTML: SVG, caption, and its table folded away."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise KvsimError(f"report draws its pictures with matplotlib: {INSTALL}") from None
+    held = Figure(figsize=(WIDTH, picture.height), layout="constrained")
+    FigureCanvasAgg(held)
+    axes = picture.draw(held.add_subplot())
+    with mpl.rc_context({"svg.hashsalt": picture.name, "svg.fonttype": "path"}):
+        text = StringIO()
+        held.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return (
+        f'<figure id="{picture.name}">{_inline(text.getvalue(), picture)}'
+        f"<figcaption>{escape(picture.caption)}</figcaption>"
+        f'<details><summary>the figures</summary><div class="wide">{table(rows(axes))}</div></details></figure>'
+    )
+
+
+def _inline(svg: str, picture: Picture) -> str:
+    """An SVG file as an element of a page: no prologue, a name for screen readers, ids of its own."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{picture.name}-", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.caption, quote=True)}"', 1)
+
+
+def table(held: Sequence[Row]) -> str:
+    """Rows as an HTML table: their columns that hold plain figures or words."""
+    heads = [k for k, v in held[0].items() if isinstance(v, bool | int | float | str) and k not in ("model", "device")]
+    words = [i for i, head in enumerate(heads) if isinstance(held[0][head], str)]
+    return html_table(heads, ([_cell(row.get(h, "")) for h in heads] for row in held), words)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.{DIGITS}g}"
+    return f"{int(value):,}" if isinstance(value, int | float) else str(value)
