@@ -1,7 +1,8 @@
 """How serving engines account for KV memory: `memory(engine, model, **flags)`; an engine is one module of this package.
 
 An engine module states `NAMES` (how users call it), `ALIASES` (the engine's own flag spellings -> parameter names) and
-`memory(model, *, flags with types and defaults) -> Memory`; where it can run methods, `realise(method, *, ...) -> str`.
+`memory(model, *, flags with types and defaults) -> Memory`; where it can run methods, `realise(method, *, ...) -> str`
+(its flags) and `hold(method, model, *, ...) -> int` (its bytes); where it takes a share of the device, `memory_share`.
 It joins by being there; values given as text are read by the parameter's annotation.
 """
 
@@ -21,7 +22,7 @@ from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 
-__all__ = ["Cache", "Memory", "engine_module", "engines", "flag_names", "flags", "memory"]
+__all__ = ["Cache", "Memory", "engine_module", "engines", "flag_names", "flags", "held_bytes", "memory", "memory_share"]
 
 YES, NO = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
 SIZED = re.compile(r"(\d{1,15}(?:\.\d{0,9})?)\s{0,4}([kmgt])(i?)b")
@@ -90,6 +91,30 @@ def check_runs_methods(engine: str) -> ModuleType:
         able = sorted({m.NAMES[0] for m in engines().values() if hasattr(m, "realise")})
         raise KvsimError(f"{engine} has no flags known here for running a method; these have: {', '.join(able)}")
     return module
+
+
+def held_bytes(
+    engine: str, method: Method | str, model: ModelSpec, *, tokens: int, sequences: int, tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+) -> int:
+    """Bytes of cache and states that `engine` allocates on its fullest device for so many requests of that length.
+
+    Blocks, padding, windows with their batch and replicated heads included. KvsimError where the engine refuses.
+    """
+    found: int = check_runs_methods(engine).hold(
+        parse_method(method), model, tokens=tokens, sequences=sequences, tensor=tensor_parallel_size,
+        pipeline=pipeline_parallel_size,
+    )  # fmt: skip
+    return found
+
+
+def memory_share(engine: str, *, weights: float, cache: float, peak: float, capacity: float) -> float | None:
+    """The share of memory to ask `engine` for so that these bytes fit on a device; None where it takes none."""
+    module = engine_module(engine)
+    if not hasattr(module, "memory_share"):
+        return None
+    found: float = module.memory_share(weights=weights, cache=cache, peak=peak, capacity=capacity)
+    return found
 
 
 def flags(

@@ -11,16 +11,17 @@ from kvsim.engines.llamacpp_caches import (
     refusals,
     state_caches,
 )
-from kvsim.engines.llamacpp_flags import realise
+from kvsim.engines.llamacpp_flags import cache_types, realise
 from kvsim.engines.llamacpp_layers import devices, plan
 from kvsim.engines.llamacpp_types import checked
 from kvsim.engines.llamacpp_version import Rules, rules
 from kvsim.engines.result import Memory
 from kvsim.errors import KvsimError
+from kvsim.method import Method
 from kvsim.model import ModelSpec
 from kvsim.workload import whole
 
-__all__ = ["ALIASES", "NAMES", "memory", "realise"]
+__all__ = ["ALIASES", "NAMES", "hold", "memory", "realise"]
 NAMES = ("llama.cpp", "llamacpp", "llama-server", "llama-cpp")
 ALIASES = {
     "c": "n_ctx", "ctx-size": "n_ctx", "ctx": "n_ctx", "ctk": "type_k", "cache-type-k": "type_k", "ctv": "type_v",
@@ -109,6 +110,18 @@ def memory(
         tokens=setup.cells * streams,
         warnings=tuple(dict.fromkeys(notes)),
     )
+
+
+def hold(method: Method, model: ModelSpec, *, tokens: int, sequences: int, tensor: int = 1, pipeline: int = 1) -> int:
+    """Bytes of cache and states on the fullest device with the flags of `realise`: a slot of its own a sequence."""
+    k, v = cache_types(method)
+    shares = (1.0,) * (tensor * pipeline)
+    found = memory(model, n_ctx=padded(tokens, 256) * sequences, type_k=k, type_v=v, n_parallel=sequences,
+                   kv_unified=False, tensor_split=shares if len(shares) > 1 else None)  # fmt: skip
+    held: dict[str | None, int] = {}
+    for part in (*found.caches, *found.states):
+        held[part.device] = held.get(part.device, 0) + part.bytes
+    return max(held.values(), default=0)
 
 
 def _flash(value: bool | str, now: Rules) -> bool:

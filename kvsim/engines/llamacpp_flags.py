@@ -26,12 +26,13 @@ def cache_types(method: Method | str) -> tuple[str, str]:
 
 def realise(method: Method | str, *, max_model_len: int | None = None, gpu_memory_utilization: float | None = None,
             tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, max_num_seqs: int | None = None,
-            n_ubatch: int | None = None) -> str:
+            n_ubatch: int = 512) -> str:
     """The flags with which `llama-server` runs a method.
 
     max_model_len: tokens of one request, which `-c` multiplies by the slots; max_num_seqs: slots, each with a cache of
-    its own; the two parallel sizes multiply to devices, over which an even `-ts` spreads the layers. Raises KvsimError
-    with the reason where it cannot, and for gpu_memory_utilization, which llama.cpp has not.
+    its own; n_ubatch: sliding caches hold that many cells more; the two parallel sizes multiply to devices, over which
+    an even `-ts` spreads the layers. Raises KvsimError with the reason where it cannot, and for
+    gpu_memory_utilization, which llama.cpp has not.
     """
     if gpu_memory_utilization is not None:
         raise KvsimError("llama.cpp takes no share of the memory: it allocates what -c asks for; leave "
@@ -46,8 +47,7 @@ def realise(method: Method | str, *, max_model_len: int | None = None, gpu_memor
     flags.append(f"-ctk {k} -ctv {v}")
     if quantized(v):
         flags.append("-fa on")
-    if n_ubatch is not None:
-        flags.append(f"-b {max(2048, n_ubatch)} -ub {n_ubatch}")
+    flags.append(f"-b {n_ubatch} -ub {n_ubatch}" if n_ubatch > 2048 else f"-ub {n_ubatch}")
     if max_num_seqs is not None:
         flags.append(f"-np {slots}")
     if devices > 1:

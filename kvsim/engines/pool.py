@@ -7,6 +7,7 @@ is the pool. Constants come from start-up prints of public logs, named beside th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from kvsim.engines.parallel import ParallelLayout, core, weight_bytes
 from kvsim.errors import KvsimError, shown
@@ -71,6 +72,11 @@ def fraction(value: float, what: str) -> float:
     if not 0 < value <= 1:
         raise KvsimError(f"{what} must lie in (0, 1], got {shown(value)}: 0.9 means 90% of the device")
     return float(value)
+
+
+def shared(need: float, default: float) -> float:
+    """The smallest share in whole per cents that is not below the need or the engine's default, at most 0.98."""
+    return min(0.98, max(default, ceil(need * 100 - 1e-9) / 100))
 
 
 def usable_bytes(device: HardwareProfile) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsim.engines.parallel import ParallelLayout, rank_attention, rank_states, stages
-from kvsim.engines.pool import GIB, device_pool, fraction, positive_bytes
+from kvsim.engines.pool import GIB, device_pool, fraction, positive_bytes, shared
 from kvsim.engines.result import Cache, Memory
 from kvsim.engines.support import check_sizes, realised_format
 from kvsim.errors import KvsimError, did_you_mean, shown
@@ -118,6 +118,19 @@ def memory(
         state_bytes=sum(c.bytes for c in states), tokens=count, blocks=count // page if page > 1 else None,
         block_tokens=page, warnings=((refused, *notes) if refused else tuple(notes)), refused=refused, pool_bytes=pool,
     )  # fmt: skip
+
+
+def hold(method: Method, model: ModelSpec, *, tokens: int, sequences: int, tensor: int = 1, pipeline: int = 1) -> int:
+    """Bytes of the token pools and a state slot a request, for so many requests of that length, on one rank."""
+    slots = sequences if any(x.states for x, _ in model.groups) else None
+    found = memory(model, tokens=tokens * sequences, kv_cache_dtype=realised_format("sglang", method), tp_size=tensor,
+                   pp_size=pipeline, max_mamba_cache_size=slots)  # fmt: skip
+    return (found.kv_bytes or 0) + (found.state_bytes or 0)
+
+
+def memory_share(*, weights: float, cache: float, peak: float, capacity: float) -> float:
+    """The mem_fraction_static that holds weights and cache: what SGLang chooses by itself where that is enough."""
+    return shared((weights + cache) / capacity, 0.88)
 
 
 def realise(method: Method, *, max_model_len: int | None = None, gpu_memory_utilization: float | None = None,

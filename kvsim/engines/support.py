@@ -64,7 +64,7 @@ def realised_format(engine: str, method: Method | str) -> str:
     word = known.get(k if k == v else f"{k}|{v}")
     if word is None:
         raise KvsimError(f"{label} cannot store keys as {chosen.k.format} with values as {chosen.v.format}; "
-                         f"its formats: {', '.join(known.values())}")
+                         f"its formats: {', '.join(dict.fromkeys(known.values()))}")
     return word
 
 

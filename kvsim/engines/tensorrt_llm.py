@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsim.engines.parallel import ParallelLayout, rank_attention, stages
-from kvsim.engines.pool import device_pool, fraction, positive_bytes
+from kvsim.engines.pool import device_pool, fraction, positive_bytes, shared
 from kvsim.engines.result import Cache, Memory
 from kvsim.engines.support import check_sizes, realised_format
 from kvsim.errors import KvsimError, did_you_mean, shown
@@ -89,6 +89,18 @@ def memory(
         warnings=((refused, *notes) if refused else tuple(notes)), refused=refused,
         pool_bytes=None if free_bytes is None and not refused else int((free_bytes or 0) * share),
     )  # fmt: skip
+
+
+def hold(method: Method, model: ModelSpec, *, tokens: int, sequences: int, tensor: int = 1, pipeline: int = 1) -> int:
+    """Bytes of the blocks for so many requests of that length on the fullest rank."""
+    length = -(-tokens // BLOCK) * BLOCK * sequences
+    dtype = realised_format("tensorrt-llm", method)
+    return memory(model, max_tokens=length, kv_cache_dtype=dtype, tp_size=tensor, pp_size=pipeline).kv_bytes or 0
+
+
+def memory_share(*, weights: float, cache: float, peak: float, capacity: float) -> float:
+    """The free_gpu_memory_fraction, of what weights and activations leave, that holds the cache."""
+    return shared(cache / max(1.0, capacity - (peak - cache)), 0.9)
 
 
 def realise(method: Method, *, max_model_len: int | None = None, gpu_memory_utilization: float | None = None,

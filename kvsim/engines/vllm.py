@@ -6,15 +6,17 @@ from dataclasses import replace
 
 from kvsim.engines import vllm_layout
 from kvsim.engines.parallel import ParallelLayout, stages
-from kvsim.engines.pool import GIB, Pool, device_pool, fraction, positive_bytes
+from kvsim.engines.pool import GIB, Pool, device_pool, fraction, positive_bytes, shared
 from kvsim.engines.result import Cache, Memory
+from kvsim.engines.support import realised_format
 from kvsim.engines.vllm_flags import realise, server_setup
 from kvsim.engines.vllm_layout import Plan, Setup
 from kvsim.errors import KvsimError
+from kvsim.method import Method
 from kvsim.model import ModelSpec
 from kvsim.workload import whole
 
-__all__ = ["ALIASES", "NAMES", "memory", "realise"]
+__all__ = ["ALIASES", "NAMES", "hold", "memory", "memory_share", "realise"]
 
 NAMES = ("vllm",)
 ALIASES = {
@@ -121,6 +123,27 @@ def memory(
     elif swap_space_gib is not None:
         found = replace(found, warnings=(*found.warnings, "swap_space_gib only makes CPU blocks in the V0 engine"))
     return found
+
+
+def hold(method: Method, model: ModelSpec, *, tokens: int, sequences: int, tensor: int = 1, pipeline: int = 1) -> int:
+    """Bytes of the blocks, states included, for so many requests of that length on the fullest rank.
+
+    One of them is in its prefill, with a whole batch beside its windows; the others decode.
+    """
+    dtype = realised_format("vllm", method)
+
+    def need(batched: int | None, blocks: int | None = None) -> Memory:
+        return memory(model, max_model_len=tokens, kv_cache_dtype=dtype, tensor_parallel_size=tensor,
+                      pipeline_parallel_size=pipeline, max_num_batched_tokens=batched,
+                      num_gpu_blocks_override=blocks)  # fmt: skip
+
+    blocks = (need(None).blocks or 0) + (need(1).blocks or 0) * (sequences - 1)
+    return sum(c.bytes for c in need(None, max(1, blocks)).caches if not c.name.endswith("one request"))
+
+
+def memory_share(*, weights: float, cache: float, peak: float, capacity: float) -> float:
+    """The gpu_memory_utilization with which everything counted fits: its old default where that is enough."""
+    return shared(peak / capacity, 0.9)
 
 
 def _blocks(plans: list[Plan], sizes: list[int]) -> int:

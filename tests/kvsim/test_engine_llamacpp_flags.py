@@ -17,9 +17,9 @@ def test_types(method, types):
 
 
 def test_flags():
-    assert realise("k:q8_0 v:full", max_model_len=4096) == "-c 4096 -ctk q8_0 -ctv f16"
+    assert realise("k:q8_0 v:full", max_model_len=4096) == "-c 4096 -ctk q8_0 -ctv f16 -ub 512"
     # 8000 tokens pad to 8192 a slot, times 4 slots
-    assert realise("q4_0", max_model_len=8000, max_num_seqs=4) == "-c 32768 -ctk q4_0 -ctv q4_0 -fa on -np 4"
+    assert realise("q4_0", max_model_len=8000, max_num_seqs=4) == "-c 32768 -ctk q4_0 -ctv q4_0 -fa on -ub 512 -np 4"
     assert realise("full", tensor_parallel_size=2, n_ubatch=4096) == "-ctk f16 -ctv f16 -b 4096 -ub 4096 -ts 1,1"
 
 
@@ -35,7 +35,7 @@ def test_refusals(method, words):
 
 
 def test_one_door_for_all_engines():
-    assert flags("llama.cpp", "q8_0", max_model_len=512) == "-c 512 -ctk q8_0 -ctv q8_0 -fa on"
+    assert flags("llama.cpp", "q8_0", max_model_len=512) == "-c 512 -ctk q8_0 -ctv q8_0 -fa on -ub 512"
     assert "--kv-cache-dtype fp8" in flags("vllm", "fp8")
     with pytest.raises(KvsimError, match="no flags"):
         flags("exllamav2", "full")

@@ -113,7 +113,7 @@ def test_servers_without_end_are_judged_to_a_bound(tmp_path):
 
 
 def test_another_model_is_told_by_its_bytes(tmp_path):
-    # 41.60 GiB / 635648 tokens = 70271.3 bytes: 61 layers of 1152; Llama 3.1 70B on 8 ranks stores 80 * 512 = 40960
+    # 41.60 GiB / 635648 tokens = 70271.1 bytes: 61 layers of 1152; Llama 3.1 70B on 8 ranks stores 80 * 512 = 40960
     found = explain(put(tmp_path, DEEPSEEK), load_model("llama-3.1-70b"))
     hints = {hint for f in found.findings for hint in f.hints}
     assert hints == {"another model: pool / tokens is 70,271 bytes a token and rank; llama-3.1-70b stores 40,960"}
