@@ -91,8 +91,13 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
         times.append(_scaled(one, (op.pieces if eager else 1) / len(op.formats)))
         if eager:
             adds = [(key, share) for key, share in op.adds if ("", key) in known]
-            times += [_own_time(hardware, op, key, share / len(op.formats)) for key, share in adds]
+            times += [_own_time(hardware, on_top(op), key, share / len(op.formats)) for key, share in adds]
     return times
+
+
+def on_top(op: Op) -> Op:
+    """The op without what its format's time has paid for: values and rows are all that is left."""
+    return replace(op, bytes=0.0, flops=0.0, copied=0.0)
 
 
 def _own_time(hardware: HardwareProfile, op: Op, key: str, share: float) -> cost.Seconds:

@@ -176,10 +176,17 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
 
 
 def _kernels(layout: Layout) -> tuple[str, ...]:
-    """Families beside the default: none where rows lie there as attention takes them, eager where weights are asked."""
-    if layout.method.is_full and not layout.attention.window:
+    """Families beside the default: none where rows lie there as attention takes them, else fused ones, eager where a
+    part looks at weights, adds to logits, chooses rows, corrects what was decoded, or rows leave by position."""
+    method = layout.method
+    if method.is_full and not layout.attention.window:
         return ()
-    return ("eager",) if layout.method.tokens.needs_weights else ("fused", "eager")
+    policy, chains = method.tokens, [side.chain for side in layout.sides]
+    leaves = bool(layout.attention.window) or (policy.drops == "rows" and (policy.positional or policy.needs_weights))
+    looks = policy.merges or policy.drops == "pages"
+    corrected = any(c.corrections or c.before_rope or c.basis.both_sides for c in chains)
+    turned = any(c.basis.rewrites_rows and c.format.name != "full" for c in chains)
+    return ("eager",) if leaves or looks or corrected or turned else ("fused", "eager")
 
 
 def _pairs(attention: Attention, prompt: Any) -> Any:

@@ -1,0 +1,215 @@
+"""`kvsim calibrate`: measure the machine at hand and write its device profile, a new edition with coefficients."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+import torch
+
+from kvsim.coefficients import Coefficient
+from kvsim.errors import KvsimError
+from kvsim.hardware import HardwareProfile
+from kvsim.op import Op
+from kvsim.prediction import phase_ops
+from kvsim.record import Case
+from kvsim.workload import Workload
+from runtime.calibration_fits import (
+    LAYERS,
+    Origin,
+    activation_row,
+    layer_rows,
+    prefill_rows,
+    product_rows,
+    stream_row,
+)
+from runtime.calibration_plan import FULL, QUICK, SHAPES, Plan
+from runtime.device import Machine, edition_name, this_machine
+from runtime.microbench import DTYPES, Point, launch, layer, prefill, products, streams
+from runtime.profile_file import checked, facts_of, text_of, write
+from runtime.timing import Bench, clock_name, pinned_threads
+from runtime.watch import REST
+
+Tell = Callable[[str], None]
+
+
+class Calibration:
+    """Measurements of one machine, and the profile they make.
+
+    Args:
+        machine: what it is. plan: what to measure. tell: is told of every step, for a progress bar.
+    """
+
+    def __init__(self, machine: Machine, name: str, plan: Plan, tell: Tell) -> None:
+        self.machine, self.name, self.plan, self.tell = machine, name, plan, tell
+        self.device = torch.device("cuda" if machine.kind == "gpu" else "cpu")
+        cache = machine.last_level_cache_bytes
+        self.bench = Bench(self.device, min(max(3 * cache, 2**26), 2**29), plan.budget_s)
+        self.points: list[Point] = []
+        self.date = datetime.date.today().isoformat()
+
+    def steps(self) -> int:
+        """How many times `tell` will be called."""
+        return 4 + sum(count for _, count in self.plan.methods) + len(self.plan.models)
+
+    def run(self) -> str:
+        """Measure everything; the profile's text."""
+        self._take("streams", streams(self.bench, self.plan.streams))
+        self.tell("launches")
+        floor = launch(self.bench)
+        for dtype in ("fp32", "bf16"):
+            self._take(f"matrix products {dtype}", products(self.bench, self.plan.products, dtype))
+        draft = checked(self._text([]))
+        origin = Origin(draft, self._source(), self.date)
+        found = [*prefill(self.bench, self.plan.prompts, "fp32"), *prefill(self.bench, self.plan.prompts[:4], "bf16")]
+        prefills = prefill_rows(origin, found)
+        layers = list(self._layers())
+        rows = layer_rows(origin, layers, "fp32", prefills)
+        rows = [c for c in rows if c.op == "decode"] + prefills + [c for c in rows if c.op != "decode"]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"draft-{time.time_ns()}.toml"
+            file.write_text(self._text([]), encoding="utf-8")
+            measured = [p for p in self.points if p.what == "matmul"]
+            rows += [replace(c, devices=(self.name,)) for c in product_rows(origin, measured, str(file))]
+        rows += activation_row(origin, list(self._models(draft)))
+        rows.append(stream_row(origin, self.points, floor))
+        self.points += [floor, *found, *layers]
+        return self._text(rows)
+
+    def _take(self, what: str, points: Iterator[Point]) -> None:
+        self.tell(what)
+        self.points += list(points)
+
+    def _layers(self) -> Iterator[Point]:
+        """Every method of the plan on its shapes; what a method refuses is left out, and said."""
+        for method, count in self.plan.methods:
+            for shape in SHAPES[:count]:
+                self.tell(method)
+                try:
+                    yield from layer(self.bench, method, shape, "fp32", LAYERS)
+                except KvsimError as refused:
+                    self.tell(f"{method} left out: {refused}")
+                    break
+
+    def _models(self, draft: HardwareProfile) -> Iterator[tuple[Op, float]]:
+        """The small kernels of small models, as predicted and as they were."""
+        from kvsim.method import Method
+        from runtime.cache import spec_of
+        from runtime.random_model import random_model
+        from runtime.running_model import run
+
+        for config, batch, prompt in self.plan.models:
+            self.tell("small kernels")
+            model = random_model(config)
+            ran = run(model, Method(), batch=batch, prompt=prompt, steps=8)
+            case = Case(replace(spec_of(model), dtype="fp32"), draft, Method(), Workload(batch, prompt, 0))
+            for phase, lines in (("prefill", ran.prefill_lines), ("decode", ran.decode_lines)):
+                for op in phase_ops(case, phase):  # type: ignore[arg-type]
+                    if op.name == REST:
+                        yield op, lines[REST].seconds
+
+    # -- the file ------------------------------------------------------------------------------------------------
+
+    def _source(self) -> str:
+        threads = torch.get_num_threads()
+        return (f"kvsim calibrate {version('kvsim')} on {self.machine.name}, {threads} threads, torch "
+                f"{self.machine.torch_version} ({self.machine.torch_build}), {clock_name(self.device)}")
+
+    def _text(self, rows: list[Coefficient]) -> str:
+        machine, units = self.machine, self._units()
+        passes = [(dict(p.work)["bytes"], p.seconds) for p in self.points if p.what in ("read", "copy")]
+        largest = max(size for size, _ in passes)
+        bandwidth = max(size / seconds for size, seconds in passes if size == largest)
+        best = {dtype: max((2.0 * w["m"] * w["n"] * w["k"] / p.seconds for p in self.points if p.what == "matmul"
+                            and (w := dict(p.work))["dtype"] == dtype), default=0.0) for dtype in DTYPES}
+        unit = "core" if machine.kind == "cpu" else "SM"
+        numbers: dict[str, tuple[float, str, str]] = {
+            "capacity": (machine.capacity_bytes, "B", "the system's or the driver's own figure"),
+            "bandwidth": (bandwidth / 1e9, "GB/s", f"measured: read or copy of {largest / 2**20:.0f} MiB, the faster"),
+            "units": (units, unit, "cores that torch used" if machine.kind == "cpu" else "driver"),
+            "clock": (machine.clock_hz / 1e6, "MHz", "as the system reports it"),
+        }
+        if machine.last_level_cache_bytes:
+            numbers["last_level_cache"] = (machine.last_level_cache_bytes, "B", "as the system reports it")
+        peaks = {d: (rate / 1e12, "measured: the fastest matrix product") for d, rate in best.items() if rate}
+        spreads = sorted(p.spread for p in self.points)
+        notes = [f"{self._source()}; {self.date}", f"median spread of repeats {spreads[len(spreads) // 2]:.2f} "
+                 f"(upper over lower quartile), {100 * self.clean():.0f}% of repeats undisturbed"]
+        return text_of(facts_of(machine, self.name, self.date), notes, numbers, peaks, rows)
+
+    def _units(self) -> int:
+        return min(torch.get_num_threads(), self.machine.units) if self.machine.kind == "cpu" else self.machine.units
+
+    def clean(self) -> float:
+        """Share of repeats that nobody interrupted."""
+        return sum(p.clean for p in self.points) / max(1, len(self.points))
+
+
+def draft(machine: Machine) -> HardwareProfile:
+    """What a second tells about a machine: its memory's bandwidth and its fastest product; no coefficients."""
+    plan = Plan((), ((256, 1024, 1024),), (), (), (2**27,), 0.1)
+    one = Calibration(machine, edition_name(machine), plan, lambda text: None)
+    one.points += [*streams(one.bench, plan.streams), *products(one.bench, plan.products, "fp32")]
+    return checked(one._text([]))
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Tell]:
+    """A bar on a terminal's standard error; nothing where that is a file or a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda text: bar.update(task, advance=1, description=text[:40])
+
+
+def calibrate(on: str = "cpu", name: str | None = None, quick: bool = False, tell: Tell | None = None) -> str:
+    """Measure this machine with torch's present threads; the text of its profile, checked.
+
+    Raises KvsimError where `name` means a shipped device that this is not.
+    """
+    machine = this_machine(on)
+    one = Calibration(machine, edition_name(machine, name), QUICK if quick else FULL, tell or (lambda text: None))
+    text = one.run()
+    checked(text)
+    return text
+
+
+@click.command("calibrate")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The profile's file.  [NAME.toml]")
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), default="cpu", help="What to measure.  [cpu]")
+@click.option("--name", help="Its name; a shipped device's only on that device.  [what the machine is]")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Threads of torch.  [as torch has them]")
+@click.option("--quick", is_flag=True, help="Fewer shapes and methods: under a minute, wider intervals.")
+def command(out: Path | None, on: str, name: str | None, threads: int | None, quick: bool) -> None:
+    """Measure this machine and write its profile, which every command takes as --device FILE.
+
+    Streams, launches, matrix products, attention over packed caches by format, writing, token policies, small models.
+    """
+    start = time.perf_counter()
+    with pinned_threads(threads) as used:
+        machine = this_machine(on)
+        one = Calibration(machine, edition_name(machine, name), QUICK if quick else FULL, lambda text: None)
+        with progress(one.steps(), "calibrating") as tell:
+            one.tell = tell
+            text = one.run()
+    file = out or Path(f"{one.name}.toml")
+    profile = write(text, file)
+    click.echo(f"{file}: {profile.name}, {used} threads, {profile.bandwidth_bytes_per_s / 1e9:.1f} GB/s, "
+               f"{len(profile.coefficients)} coefficients, in {time.perf_counter() - start:.0f} s")
+    busy = 1.0 - one.clean()
+    if busy > 0.3:
+        click.echo(f"note: {100 * busy:.0f}% of the repeats were disturbed by other work on this machine; "
+                   "calibrate again when it is quiet", err=True)

@@ -1,0 +1,203 @@
+"""Calibration's second half: points that were measured become a device's coefficients, part by part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+import kvsim
+from kvsim.coefficients import Coefficient
+from kvsim.fitting import FEW, fit, quantiles
+from kvsim.hardware import HardwareProfile
+from kvsim.measured import Table
+from kvsim.op import Op, on_top, op_seconds
+from kvsim.prediction import phase_ops
+from kvsim.record import Case
+from runtime.calibration_plan import PLAIN_POLICIES
+from runtime.coefficient_fit import SLOTS, Sample, fitted
+from runtime.microbench import Point
+from runtime.watch import REST
+
+LAYERS = 4
+"""Layers of the model whose last one is measured: policies that spare the first ones show there what they do."""
+SDPA, EAGER, FUSED, PART = "torch/sdpa", "kvsim/eager", "kvsim/fused", "kvsim/part"
+NOISE = 0.03
+"""Log widening of every interval beyond what fits left: another run of the same machine differs by as much."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the measurements come from, for each coefficient."""
+
+    device: HardwareProfile
+    source: str
+    date: str
+
+    def base(self, op: str, kernel: str, format: str) -> Coefficient:
+        """A row without times yet."""
+        return Coefficient(op, kernel, format, 0.0, 1.0, 1.0, devices=(self.device.name,), source=self.source,
+                           date=self.date)
+
+
+@lru_cache(maxsize=4096)
+def ops_of(device: HardwareProfile, point: Point, dtype: str) -> tuple[Op, ...]:
+    """The predicted pieces of a measured line of one layer."""
+    w = dict(point.work)
+    spec = kvsim.ModelSpec.from_numbers(layers=LAYERS, n_heads=w["n_heads"], n_kv_heads=w["n_kv_heads"],
+                                        head_dim=w["head_dim"], dtype=dtype)
+    work = kvsim.Workload(w["batch"], w["prompt"], w["rows"] - w["prompt"])
+    phase, _, name = point.what.partition(" ")
+    found = phase_ops(Case(spec, device, kvsim.parse_method(str(w["method"])), work), phase)  # type: ignore[arg-type]
+    last: dict[str, Op] = {op.kind: op for op in found if op.name == name and np.all(np.asarray(op.count) > 0)}
+    return tuple(last.values())
+
+
+def product_rows(origin: Origin, points: Sequence[Point], path: str) -> list[Coefficient]:
+    """Matrix products by dtype, by the fit that public tables get; `path`: a file that holds the device so far."""
+    found = []
+    for dtype in dict.fromkeys(str(dict(p.work)["dtype"]) for p in points):
+        mine = [p for p in points if dict(p.work)["dtype"] == dtype]
+        sizes = {n: np.array([dict(p.work)[n] for p in mine], np.int64) for n in ("m", "n", "k")}
+        count = len(mine)
+        table = Table("matmul", np.full(count, path), np.full(count, "torch"), np.full(count, dtype), sizes,
+                      np.array([p.seconds for p in mine]))
+        one = replace(fit(table, "torch/linear", dtype), source=origin.source, date=origin.date)
+        found.append(_widened(one))
+    return found
+
+
+def prefill_rows(origin: Origin, points: Sequence[Point]) -> list[Coefficient]:
+    """Attention of a whole prompt, by dtype."""
+    by_format: dict[str, list[Sample]] = defaultdict(list)
+    for p in points:
+        w = dict(p.work)
+        whole = Point("prefill attention", tuple({**w, "prompt": w["rows"], "method": "full"}.items()), 0.0, 1.0, 1.0)
+        by_format[w["format"]] += [Sample(op, p.seconds) for op in ops_of(origin.device, whole, w["format"])]
+    return [_widened(fitted(origin.device, origin.base("prefill", SDPA, form), samples, own=False))
+            for form, samples in by_format.items()]
+
+
+def layer_rows(origin: Origin, points: Sequence[Point], dtype: str, prefills: list[Coefficient]) -> list[Coefficient]:
+    """Attention over caches, writing and policies, each part by its name."""
+    attention = [p for p in points if p.what == "decode attention"]
+    rows = _formats(origin, attention, dtype)
+    device = replace(origin.device, own_coefficients=(*rows, *prefills, _any(origin)))
+    rows += _on_top(replace(origin, device=device), attention, dtype)
+    by_key: dict[str, list[Sample]] = defaultdict(list)
+    for p in points:
+        if p.what == "decode attention" or p.what.endswith(REST):
+            continue
+        ops = {op.kind: op for op in ops_of(origin.device, p, dtype)}
+        main = ops.get("elementwise")
+        # a part alone has one name; with corrections the last name is the new one
+        if main is not None and main.keys:
+            other = sum(float(t.seconds) for op in ops.values() if op is not main for t in op_seconds(device, op))
+            left = max(p.seconds - other, 0.1 * p.seconds)
+            by_key[main.keys[-1][0]].append(Sample(main, left, str(dict(p.work)["method"])))
+    known: dict[str, Coefficient] = {}
+    for key, samples in sorted(by_key.items(), key=lambda item: max(len(s.op.keys) for s in item[1])):
+        own = _without_known(replace(device, own_coefficients=(*known.values(), _any(origin))), samples, key)
+        known[key] = fitted(origin.device, origin.base("elementwise", PART, key), own)
+    return [*_pooled(rows), *_pooled(list(known.values()))]
+
+
+def _any(origin: Origin) -> Coefficient:
+    return replace(origin.base("elementwise", "*", "*"), t0_s=3e-6)
+
+
+def _without_known(device: HardwareProfile, samples: list[Sample], key: str) -> list[Sample]:
+    """Samples of one part alone: what the other parts of the method take is subtracted."""
+    found = []
+    for s in samples:
+        others = tuple((name, share) for name, share in s.op.keys if name != key)
+        took = sum(float(t.seconds) for t in op_seconds(device, replace(s.op, keys=others, only_known=True)))
+        found.append(replace(s, seconds=max(s.seconds - took, 0.1 * s.seconds)))
+    return found
+
+
+def _formats(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coefficient]:
+    """The kernels themselves: torch's own, and those over packed rows by format, with nothing on top."""
+    groups: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for p in points:
+        w = dict(p.work)
+        for op in ops_of(origin.device, p, dtype):
+            policy = op.adds[-1][0].split()[0] if op.adds else ""
+            family = SDPA if not op.kernels else FUSED if str(w["path"]).startswith("fused") else EAGER
+            if not op.adds or (family != SDPA and policy in PLAIN_POLICIES):
+                groups[family, op.formats[0][0]].append(Sample(op, p.seconds, str(w["method"])))
+    order = (SDPA, FUSED, EAGER)
+    return [fitted(origin.device, origin.base("decode", family, form), samples, own=family == EAGER)
+            for (family, form), samples in sorted(groups.items(), key=lambda g: order.index(g[0][0]))]
+
+
+def _on_top(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coefficient]:
+    """What bases, corrections and policies add to eager attention on rows of a format."""
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for p in points:
+        w = dict(p.work)
+        for op in ops_of(origin.device, p, dtype):
+            if op.adds and str(w["path"]).startswith("eager") and op.adds[-1][0].split()[0] not in PLAIN_POLICIES:
+                rest = p.seconds - sum(float(t.seconds) for t in op_seconds(origin.device, op))
+                groups[op.adds[-1][0]].append(Sample(on_top(op), rest, str(w["method"])))
+    found = []
+    for key, samples in groups.items():
+        # where a part makes attention faster than the plain eager kernel, nothing is added
+        if np.median([s.seconds for s in samples]) > 0:
+            kept = [replace(s, seconds=max(s.seconds, 1e-6)) for s in samples]
+            found.append(fitted(origin.device, origin.base("decode", PART, key), kept))
+    return found
+
+
+def activation_row(origin: Origin, samples: Sequence[tuple[Op, float]]) -> list[Coefficient]:
+    """Small kernels of a layer, and the Python around them."""
+    own = [Sample(op, seconds / float(op.count)) for op, seconds in samples]
+    return [_widened(fitted(origin.device, origin.base("elementwise", PART, "activations"), own))]
+
+
+def stream_row(origin: Origin, points: Sequence[Point], launch: Point) -> Coefficient:
+    """Elementwise kernels of any kind: the least launch, bandwidth by working set."""
+    device, reads = origin.device, [p for p in points if p.what == "copy"]
+    sizes = np.array([dict(p.work)["bytes"] for p in reads], float)
+    rates = sizes / np.maximum(np.array([p.seconds for p in reads]) - launch.seconds, 1e-9)
+    cache = float(device.last_level_cache_bytes or 0)
+    far = rates[sizes >= 2.0 * cache] if cache else rates
+    near = rates[(sizes >= cache / 32) & (sizes <= cache / 4)] if cache else rates[:0]
+    share = float(np.clip(np.median(far) / device.bandwidth_bytes_per_s, 0.05, 1.05))
+    multiple = float(np.clip(np.median(near) / device.bandwidth_bytes_per_s, 0.0, 15.0)) if near.size else 0.0
+    base = replace(origin.base("elementwise", "*", "*"), t0_s=launch.seconds, bandwidth_share=share, flops_share=0.03,
+                   cache_multiple=multiple if multiple > share else 0.0, slots=SLOTS, rows=len(reads))
+    best: tuple[float, Coefficient, np.ndarray] | None = None
+    for reach in (0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.1):
+        one = replace(base, cache_reach=reach)
+        times = [op_seconds(replace(device, own_coefficients=(one,)), Op("copy", "elementwise", bytes=s))[0].seconds
+                 for s in sizes]
+        error = np.log(np.array([p.seconds for p in reads]) / np.array(times, float))
+        if best is None or np.abs(error).sum() < best[0]:
+            best = (float(np.abs(error).sum()), one, error)
+    assert best is not None
+    return replace(best[1], log_error=quantiles(best[2]))
+
+
+def _pooled(rows: list[Coefficient]) -> list[Coefficient]:
+    """Rows with few measurements share the errors of their kind: eight points have no 5% quantile of their own."""
+    by_kind: dict[tuple[str, str], list[Coefficient]] = defaultdict(list)
+    for c in rows:
+        by_kind[c.op, c.kernel].append(c)
+    found = []
+    for c in rows:
+        kin = [k.log_error for k in by_kind[c.op, c.kernel]]
+        low, high = float(np.median([k[0] for k in kin])), float(np.median([k[2] for k in kin]))
+        own = c.log_error if c.rows >= FEW else (min(low, c.log_error[1]), c.log_error[1], max(high, c.log_error[1]))
+        found.append(_widened(replace(c, log_error=own)))
+    return found
+
+
+def _widened(c: Coefficient) -> Coefficient:
+    low, middle, high = c.log_error
+    wide = (-((low * low + NOISE**2) ** 0.5), middle, (high * high + NOISE**2) ** 0.5)
+    return replace(c, log_error=(min(wide[0], middle), middle, max(wide[2], middle)))
+

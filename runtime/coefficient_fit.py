@@ -1,0 +1,121 @@
+"""From measured ops to coefficients: launches, bytes, values and arithmetic, each at a price that is not negative.
+
+What runs unfused has no overlap, so its time is linear in what it does (`power = 1`); relative errors are made small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.coefficients import Coefficient
+from kvsim.cost import WALKED, kernel_time
+from kvsim.fitting import quantiles
+from kvsim.hardware import HardwareProfile
+from kvsim.kernels import unit_of
+from kvsim.op import Op, kernel_work
+
+Floats = NDArray[np.float64]
+ROUNDS = 6
+"""Reweighted least squares towards least absolute deviations: one disturbed point must not bend the rest."""
+LEAST_SHARE, MOST_SHARE = 0.011, 1.0
+LEAST_FLOPS, MOST_FLOPS = 2e-4, 1.2
+FREE = 9e5
+SLOTS = 0.25
+"""Blocks of unfused kernels are cut finely: no unit waits for another."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One op as it was measured: seconds of one call of it, and of what method and shape."""
+
+    op: Op
+    seconds: float
+    label: str = ""
+
+
+def predicted(device: HardwareProfile, c: Coefficient, samples: Sequence[Sample], own: bool) -> Floats:
+    """Seconds that a set of coefficients gives for the samples; own: as an unfused runtime does them."""
+    return np.array([
+        float(kernel_time(device, c, kernel_work(s.op, own))[0]) * (float(s.op.pieces) if own else 1.0) for s in samples
+    ])
+
+
+def fitted(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool = True) -> Coefficient:
+    """The base with its times replaced by those that fit the samples, and errors of samples left out in `log_error`."""
+    whole = _fit(device, base, samples, own)
+    return replace(whole, log_error=quantiles(left_out(device, base, samples, own)), rows=len(samples))
+
+
+def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool) -> Floats:
+    """ln(measured / predicted) of each sample under a fit to the others."""
+    if len(samples) < 3:
+        return np.array([-0.5, 0.5])
+    errors = []
+    for index, one in enumerate(samples):
+        others = [s for i, s in enumerate(samples) if i != index]
+        errors.append(np.log(one.seconds / predicted(device, _fit(device, base, others, own), [one], own)[0]))
+    return np.array(errors)
+
+
+def _columns(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample],
+             own: bool) -> dict[str, tuple[Floats, float, float]]:
+    """For each price its column, and the least and the most that it may be (seconds a unit)."""
+    pieces = np.array([float(s.op.pieces) if own else 1.0 for s in samples])
+    works = [kernel_work(s.op, own) for s in samples]
+
+    def all_of(name: str) -> Floats:
+        return np.array([float(getattr(w, name)) for w in works]) * pieces
+
+    stream, peak = 1.0 / device.bandwidth_bytes_per_s, 1.0 / unit_of(device, "bf16")
+    found = {"t0_s": (pieces, 0.0, 9e-3), "bytes": (all_of("bytes_moved"), stream / MOST_SHARE, stream / LEAST_SHARE),
+             "flops": (all_of("flops"), peak / MOST_FLOPS, peak / LEAST_FLOPS)}
+    if base.op == "decode":
+        found["step_s"] = (np.ceil(all_of("rows") / pieces / WALKED) * pieces, 0.0, 9e-3)
+        dims = np.array([s.op.head_dim for s in samples])
+        for head_dim in sorted(set(dims.tolist())):
+            found[f"elements.{head_dim}"] = (all_of("elements") * (dims == head_dim), 0.0, 1e-6)
+        if own:
+            # values and bytes are the same thing twice: bytes at the stream's price, the rest is conversion
+            found["bytes"] = (found["bytes"][0], stream / MOST_SHARE, stream / MOST_SHARE)
+    return {name: column for name, column in found.items() if column[0].any()}
+
+
+def _fit(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool) -> Coefficient:
+    from scipy.optimize import lsq_linear
+
+    seconds = np.array([s.seconds for s in samples])
+    columns = _columns(device, base, samples, own)
+    fixed = {name: low for name, (_, low, high) in columns.items() if low == high}
+    free = [name for name in columns if name not in fixed]
+    left = seconds - sum((columns[name][0] * price for name, price in fixed.items()), start=np.zeros(len(seconds)))
+    matrix = np.stack([columns[name][0] for name in free], axis=1)
+    low, high = (np.array([columns[name][i] for name in free]) for i in (1, 2))
+    scale = np.abs(matrix).max(axis=0)
+    weight = 1.0 / seconds
+    for _ in range(ROUNDS):
+        rows = (matrix / scale) * weight[:, None]
+        found = lsq_linear(rows, left * weight, bounds=(low * scale, high * scale * (1 + 1e-9)))
+        residual = np.abs((matrix / scale) @ found.x - left) / seconds
+        weight = 1.0 / seconds / np.sqrt(np.maximum(residual, 0.02))
+    prices = dict(zip(free, found.x / scale, strict=True)) | fixed
+    return _priced(device, base, prices)
+
+
+def _priced(device: HardwareProfile, base: Coefficient, prices: dict[str, float]) -> Coefficient:
+    stream, peak = device.bandwidth_bytes_per_s, unit_of(device, "bf16")
+    more: dict[str, Any] = {"power": 1.0, "slots": SLOTS, "max_splits": 256.0}
+    more["t0_s"] = float(prices.get("t0_s", 0.0))
+    more["bandwidth_share"] = 1.0 / max(prices.get("bytes", 0.0) * stream, 1.0 / MOST_SHARE)
+    more["flops_share"] = 1.0 / max(prices.get("flops", 0.0) * peak, 1.0 / MOST_FLOPS)
+    more["step_s"] = float(prices.get("step_s", 0.0))
+    cycles = device.units * device.clock_hz
+    values = {int(n.partition(".")[2]): float(p) for n, p in prices.items() if n.startswith("elements")}
+    # a head_dim whose values cost nothing beyond their bytes says so with a rate that never limits
+    rates = tuple(sorted((d, min(1.0 / (p * cycles), FREE) if p else FREE) for d, p in values.items()))
+    more["element_rates"] = rates if any(values.values()) else ()
+    return replace(base, **more)
