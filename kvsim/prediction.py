@@ -192,21 +192,27 @@ def _waterfall(question: _Question, held: dict[str, Numbers], reserve: int) -> I
     yield "runtime reserve", reserve
 
 
-def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator[Line]:
-    """The phase's ops timed, those of one name added up."""
+def phase_ops(case: Case, phase: Literal["prefill", "decode"]) -> list[Op]:
+    """The kernel-sized pieces of one phase, each with its count, before any time."""
+    return list(_ops(_Question(case, rank_model(case), case.workload), phase))
+
+
+def _ops(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator[Op]:
     case, work, model = question.case, question.work, question.model
     fmt = weight_format(case.weights or default_weights(model))
     table = "bf16" if fmt.embedding_bits == 16 else fmt.matmul
     if phase == "decode":
-        ops = decode_ops(model, question.groups, work.batch, fmt.matmul, case.value_bits)
-        scale: Any = 1.0
-    else:
-        prompt = np.maximum(work.prompt_tokens, 1) if np.ndim(work.prompt_tokens) else max(work.prompt_tokens, 1)
-        groups = question.groups
-        ops = prefill_ops(model, groups, work.batch, prompt, fmt.matmul, case.value_bits, table)
-        scale = (np.asarray(work.prompt_tokens) > 0) * 1.0
+        return decode_ops(model, question.groups, work.batch, fmt.matmul, case.value_bits)
+    prompt = np.maximum(work.prompt_tokens, 1) if np.ndim(work.prompt_tokens) else max(work.prompt_tokens, 1)
+    return prefill_ops(model, question.groups, work.batch, prompt, fmt.matmul, case.value_bits, table)
+
+
+def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator[Line]:
+    """The phase's ops timed, those of one name added up."""
+    case, work = question.case, question.work
+    scale: Any = 1.0 if phase == "decode" else (np.asarray(work.prompt_tokens) > 0) * 1.0
     named: dict[str, list[tuple[Op, cost.Seconds]]] = {}
-    for op in ops:
+    for op in _ops(question, phase):
         for timed in op_seconds(case.hardware, op, case.kernel):
             named.setdefault(op.name, []).append((op, timed))
     if case.devices > 1:
