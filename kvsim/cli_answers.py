@@ -13,10 +13,12 @@ from kvsim.cli_options import (
     NOTHING_FITS,
     Asked,
     AskedLimits,
+    AskedQuality,
     Count,
     Counts,
     asks,
     json_option,
+    judged,
     leave,
     limited,
     print_json,
@@ -41,22 +43,28 @@ LONG_SWEEP = 50_000
 @click.command("fit")
 @asks
 @limited
+@judged
 @prompt_option
 @new_option
 @batch_option
 @click.option("--methods", metavar="S,S..", help="Consider only these.  [every preset and a grid of compositions]")
-@click.option("--objective", default="gentle", metavar="O", help="gentle, memory, speed, context or batch.  [gentle]")
+@click.option(
+    "--objective",
+    metavar="O",
+    help="gentle, memory, speed, context or batch.  [gentle; with limits on quality memory]",
+)
 @click.option("--engine", default="", metavar="E", help="Only what this server runs, with its flags.")
 @click.option("--all", "everything", is_flag=True, help="Name every method that was considered.")
 @json_option
 def fit_command(
     asked: Asked,
     limits: AskedLimits,
+    quality: AskedQuality,
     prompt: int,
     new: int,
     batch: int,
     methods: str | None,
-    objective: str,
+    objective: str | None,
     engine: str,
     everything: bool,
     as_json: bool,
@@ -72,13 +80,14 @@ def fit_command(
         Workload(batch, prompt, new),
         objective=objective,  # type: ignore[arg-type]
         methods=None if methods is None else split_methods(methods, "--methods"),
-        limits=limits.limits(),
+        limits=quality.added(limits.limits()),
         weights=asked.weights,
         kv_dtype=asked.kv_dtype,
         devices=asked.devices,
         reserve_bytes=asked.reserve,
         kernel=asked.kernel,
         engine=engine,
+        evidence=quality.rows(),
     )
     if as_json:
         print_json(plan.to_json())

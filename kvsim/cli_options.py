@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +13,7 @@ import click
 from kvsim.errors import KvsimError
 
 if TYPE_CHECKING:
+    from kvsim.evidence import Evidence
     from kvsim.hardware import HardwareProfile
     from kvsim.model import ModelSpec
     from kvsim.plan import Limits
@@ -91,6 +92,15 @@ _LIMITS = (
 )
 
 
+_QUALITY = (
+    click.option("--max-kl", type=float, metavar="NATS", help="At most this KL divergence a token, as measured."),
+    click.option("--min-top1", type=float, metavar="SHARE", help="At least this share of likeliest tokens unchanged."),
+    click.option("--max-ppl", type=float, metavar="RATIO", help="Perplexity at most this times the full cache's."),
+    click.option("--require-evidence", is_flag=True, help="Only methods that were measured on this very model."),
+    click.option("--evidence", metavar="FILE", help="What `kvsim quality` measured.  [your own, then what is shipped]"),
+)
+
+
 @dataclass(frozen=True)
 class Asked:
     """The options that fit, predict and sweep share, as typed."""
@@ -145,6 +155,33 @@ class AskedLimits:
         return Limits(self.max_ttft, self.max_tpot, self.min_context)
 
 
+@dataclass(frozen=True)
+class AskedQuality:
+    """Limits on what a method may lose, and the evidence to judge it by, as typed."""
+
+    max_kl: float | None
+    min_top1: float | None
+    max_ppl: float | None
+    require_evidence: bool
+    evidence: str | None
+
+    def added(self, limits: Limits) -> Limits:
+        """The same limits and these."""
+        return replace(
+            limits,
+            max_kl=self.max_kl,
+            min_top1=self.min_top1,
+            max_ppl=self.max_ppl,
+            require_evidence=self.require_evidence,
+        )
+
+    def rows(self) -> tuple[Evidence, ...]:
+        """Measured rows, the user's own first."""
+        from kvsim.evidence import gathered
+
+        return gathered(self.evidence)
+
+
 def asks(command: Command) -> Command:
     """Give a command the options of a case, handed to it as one `Asked`."""
     return _bundled(command, Asked, "asked", _CASE)
@@ -153,6 +190,11 @@ def asks(command: Command) -> Command:
 def limited(command: Command) -> Command:
     """Give a command the limits, handed to it as one `AskedLimits`."""
     return _bundled(command, AskedLimits, "limits", _LIMITS)
+
+
+def judged(command: Command) -> Command:
+    """Give a command limits on quality, handed to it as one `AskedQuality`."""
+    return _bundled(command, AskedQuality, "quality", _QUALITY)
 
 
 def _bundled(command: Command, kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Command:

