@@ -1,0 +1,143 @@
+"""Attention of one step over packed rows by compiled kernels, where they apply; the eager version is the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from runtime.kernels.describe import CProblem, breaks_alike, described
+from runtime.kernels.load import Library, library
+from runtime.kernels.pages import planned
+from runtime.kernels.plans import TYPES, Plan
+from runtime.parts import PolicyTwin
+
+if TYPE_CHECKING:
+    from runtime.attention import Rule
+    from runtime.side import Side
+    from runtime.store import Store
+
+CHUNK = 256
+"""Chunks of tokens, which threads take one by one, are multiples of it."""
+TASKS = 8
+"""Tasks a thread at least, where there are rows enough."""
+ALONE = 16_384
+"""Rows times query heads that one thread attends before another has woken up."""
+
+
+def path(store: Store) -> str:
+    """Which way a step takes: "fused cpu int4 | int4", or "eager: why"."""
+    why = _why_not(store)
+    if why:
+        return f"eager: {why}"
+    return "fused cpu " + " | ".join(side.chain.format.kernel_format for side in store.sides.values())
+
+
+def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
+    """Output [B, Hq, 1, dv] of one step's queries [B, Hq, 1, dk] over all rows held; None where no kernel applies."""
+    if q.shape[2] != 1 or q.dtype not in TYPES or _why_not(store):
+        return None
+    keys, values = store.keys, store.values
+    maps, offset = keys.maps()
+    back, shift = values.maps()
+    if (offset is not None or shift is not None) and not rule.plain:
+        return None  # a shift of all logits alike, or of all rows, matters to a cap and to a sink
+    inner = q if maps is None else _into(q, maps)
+    out = _attended(store, inner.contiguous(), rule)
+    if back is None:
+        return out
+    full = _out_of(out, back)
+    return (full if shift is None else full + _spread(shift, q.shape[1]).to(full.dtype)).to(q.dtype)
+
+
+def _into(q: Tensor, maps: Tensor) -> Tensor:
+    """Queries in the latent of their KV head, fp32 [B, Hq, 1, r]."""
+    batch, heads, _, width = q.shape
+    return (q.reshape(batch, maps.shape[1], -1, width).float() @ maps.float().transpose(2, 3)).reshape(batch, heads, 1, -1)
+
+
+def _out_of(latent: Tensor, maps: Tensor) -> Tensor:
+    batch, heads, _, width = latent.shape
+    return (latent.reshape(batch, maps.shape[1], -1, width).float() @ maps.float()).reshape(batch, heads, 1, -1)
+
+
+def _spread(offset: Tensor, heads: int) -> Tensor:
+    return offset.repeat_interleave(heads // offset.shape[1], dim=1)
+
+
+def _attended(store: Store, q: Tensor, rule: Rule) -> Tensor:
+    keys, values = store.keys, store.values
+    found = library()
+    assert isinstance(found, Library)
+    plans = [planned(side.format, q.device) for side in (keys, values)]
+    sides = [described(side, p) for side, p in zip((keys, values), plans, strict=True) if isinstance(p, Plan)]
+    (k, k_alive), (v, v_alive) = sides
+    batch, query_heads = q.shape[:2]
+    heads, rows = keys.twins.inner.place.heads, keys.rows
+    out = torch.empty((batch, query_heads, 1, v.width), dtype=q.dtype)
+    sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
+    threads = max(1, min(torch.get_num_threads(), batch * query_heads * rows // ALONE + 1))
+    problem = CProblem(k=ctypes.addressof(k), v=ctypes.addressof(v), q=q.data_ptr(), out=out.data_ptr(),
+                       type=TYPES[q.dtype], batch=batch, heads=heads, queries=query_heads // heads, rows=rows,
+                       scaling=rule.scaling, softcap=rule.softcap, sinks=0 if sinks is None else sinks.data_ptr(),
+                       chunk=_chunk(batch * heads, rows, threads), threads=threads)
+    found.attend(ctypes.addressof(problem))
+    del k_alive, v_alive
+    return out
+
+
+def _chunk(pairs: int, rows: int, threads: int) -> int:
+    """Tokens of a task: many enough to share out, few enough to stay in a core's cache for more query heads."""
+    wanted = rows * pairs // (threads * TASKS) if threads > 1 else rows
+    return max(CHUNK, min(8 * CHUNK, -(-wanted // CHUNK) * CHUNK))
+
+
+def _why_not(store: Store) -> str:
+    """Why a step over the store is eager; empty where it is fused."""
+    policy = store.policy
+    if store.method.k.before_rope:
+        return "keys are rotated after they are decoded"
+    if store.joint:
+        return "keys and values share coefficients"
+    if store.live_ranges() is not None:
+        return "rows leave by position"
+    if policy is not None and (why := _policy_needs(policy)):
+        return why
+    for name, side in store.sides.items():
+        if why := _side_needs(side):
+            return f"{name}: {why}"
+    if "v" not in store.sides:
+        return "keys are values too"
+    keys, values = store.keys, store.values
+    if keys.twins.inner.place.heads != values.twins.inner.place.heads:
+        return "keys and values are held in different numbers of heads"
+    return "" if keys.rows == values.rows and keys.rows else "sides hold different rows" if keys.rows else "no rows"
+
+
+def _policy_needs(policy: PolicyTwin) -> str:
+    if policy.step_weights:
+        return f"{policy.part.name} looks at the weights"
+    for name, what in (("bias", "adds to the logits"), ("attended", "chooses the rows to read")):
+        if getattr(type(policy), name) is not getattr(PolicyTwin, name):
+            return f"{policy.part.name} {what}"
+    return ""
+
+
+def _side_needs(side: Side) -> str:
+    found = planned(side.format, side.setting.device)
+    if isinstance(found, str):
+        return found
+    if side.fixes:
+        return f"{side.fixes[0].part_name} corrects the rows"
+    if side.by_block:
+        return "blocks have coordinates of their own"
+    if side.setting.dtype not in TYPES:
+        return f"rows are {side.setting.dtype}"
+    rest = side.rest
+    if rest is not None and rest.rows and rest.read(0, 0).dtype not in TYPES:
+        return "the tail's dtype"
+    if side.basis is not None and not side.ready:
+        return "the basis waits for its first rows"
+    return "" if breaks_alike(side, found) else "buffers break at different rows"
