@@ -16,22 +16,37 @@ from kvsim.errors import KvsimError, did_you_mean, shown
 INTERRUPTED = 130
 
 
+class _ReaderLeft(Exception):
+    """Nobody reads standard output any more."""
+
+
 class Program(click.Group):
     """The group of all commands, ending with 0, 1 or 2 and never with a traceback for what a user typed."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **settings: Any) -> NoReturn:
         """Run one command line and exit."""
-        for stream in (sys.stdout, sys.stderr):
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the caller (`>&-`)
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+            stream = getattr(sys, name)
             if hasattr(stream, "reconfigure"):  # a name in another alphabet must not end a plain terminal's answer
                 stream.reconfigure(errors="backslashreplace")
         sys.exit(self._status(None if args is None else list(args)))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a reader that leaves is hidden from click, which would end with the status of no answer."""
+        try:
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
+        except BrokenPipeError:
+            raise _ReaderLeft from None
+
     def _status(self, args: list[str] | None) -> int:
         try:
             status = super().main(args, prog_name="kvsim", standalone_mode=False)
-            sys.stdout.flush()
             return status if isinstance(status, int) else 0
-        except BrokenPipeError:
+        except _ReaderLeft:
             # The reader has left (`| head`): nothing is wrong, and the interpreter must not try to flush again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0

@@ -15,14 +15,34 @@ from rich.text import Text
 
 PIPED_WIDTH = 240
 """Columns of a table that is not printed on a terminal and has no COLUMNS to keep to."""
+NARROWEST = 40
+"""Columns below which lines are left to the terminal to break: no table can be laid out there."""
+
+
+class _Screen(Console):
+    """A console whose reader may leave (`| head`): the program decides what that means, not the library."""
+
+    def on_broken_pipe(self) -> None:
+        """Pass the error on instead of ending with a status that would say that nothing fits."""
+        raise  # noqa: PLE0704 - called while the error is handled
 
 
 def console() -> Console:
     """Standard output: colours on a terminal, plain text elsewhere; user text is never read as markup."""
-    width = None
-    if not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+    width = _asked_width()
+    if width is None and not sys.stdout.isatty():
         width = PIPED_WIDTH
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+    # the library takes any digits in COLUMNS for a width, even 0
+    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    out = _Screen(markup=False, highlight=False, emoji=False, width=width, _environ=plain)
+    out.width = max(NARROWEST, out.width)
+    return out
+
+
+def _asked_width() -> int | None:
+    """COLUMNS where it is a number of columns."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) or None if asked.isascii() and asked.isdigit() and len(asked) < 7 else None
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ def _that_fit(width: int, columns: Sequence[Column], rows: Sequence[Sequence[Tex
 
 def say(out: Console, text: str, style: str = "", indent: int = 0) -> None:
     """A paragraph, wrapped on a terminal and left whole in a pipe; further lines hang by `indent`."""
-    if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+    if not out.is_terminal and _asked_width() is None:
         out.print(Text(text, style), soft_wrap=True)
         return
     first, *rest = Text(text, style).wrap(out, out.width) or [Text("")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -294,10 +295,25 @@ def test_every_width_holds_its_lines_and_cuts_nothing(columns):
     assert "\u2026" not in out
 
 
-def test_a_reader_that_leaves_ends_the_program_quietly():
-    command = f"{sys.executable} -m kvsim devices --json | head -1"
+@pytest.mark.parametrize("columns", ["0", "1", "20", "-5", "abc", "\u00b2", "9" * 5000])
+def test_columns_that_are_no_width_do_not_matter(columns):
+    done = process(*FIT, env={**os.environ, "COLUMNS": columns})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "int4" in done.stdout
+
+
+@pytest.mark.parametrize("what", [("devices", "--json"), ("devices",), FIT])
+def test_a_reader_that_leaves_ends_the_program_quietly(what):
+    command = f"{sys.executable} -m kvsim {shlex.join(what)} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_streams_are_no_mistake(closed):
+    command = f"{sys.executable} -m kvsim {shlex.join(FIT)} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_terminal_without_unicode_gets_its_answer():
