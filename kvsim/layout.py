@@ -47,9 +47,12 @@ class Layout:
         """Bytes of `batch` sequences: batch * per-sequence buffers + per-model buffers."""
         total: Any = 0
         for b in self.buffers:
-            held = b.allocated if allocated else b.bytes
-            total = total + (held if b.per_model else batch * held)
+            total = total + self.copies(b, batch) * (b.allocated if allocated else b.bytes)
         return total
+
+    def copies(self, buffer: Buffer, batch: Count) -> Count:
+        """How often `batch` sequences hold this buffer: once where it belongs to the model."""
+        return 1 if buffer.per_model else batch
 
 
 def largest(a: Any, b: Any) -> Any:
@@ -186,6 +189,7 @@ def _buffers(
             f"{place.side}.full", place.heads, choose(ready, 0 * stored, stored), place.width, place.value_bits
         )
         stored, appended = choose(ready, stored, 0 * stored), choose(ready, appended, 0 * appended)
+        ranges = ranges and tuple((choose(ready, a, 0 * a), choose(ready, b, 0 * b)) for a, b in ranges)
     held = _encoded(chain.format, smallest(rows.prompt, appended), appended, stored, ranges)
     quantizes = chain.format.residual_rows or chain.format.name != "full"
     blocks = held.blocks if quantizes else 0 * stored
@@ -219,19 +223,24 @@ def _basis_buffers(basis: Basis, stored: Any, blocks: Any, place: Place, enough:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rows of one side that are encoded and in the tail, flushed blocks that are live, and how many came with the prompt."""
+    """Rows of one side that are encoded and in the tail, flushed blocks that are live.
+
+    prompt_block: rows that the prompt's block had; prompt_rows: those of them that are left.
+    """
 
     rows: Any
     tail: Any
     blocks: Any
+    prompt_block: Any
     prompt_rows: Any
 
     def corrected(self, least: int, block_rows: int) -> tuple[Any, Any]:
         """(rows, blocks) that a correction covers: all, or the prompt's block alone where later ones are too small."""
         if block_rows >= least:
             return self.rows, self.blocks
-        large = 1 * (np.asarray(self.prompt_rows) >= max(least, 1))[()]
-        return self.prompt_rows * large, large
+        large = (np.asarray(self.prompt_block) >= max(least, 1)) & (np.asarray(self.prompt_rows) > 0)
+        covered = 1 * large[()]
+        return self.prompt_rows * covered, covered
 
 
 def _encoded(
@@ -241,36 +250,38 @@ def _encoded(
 
     Rows are encoded in the order in which they were appended: the first `q` of all `appended` rows are encoded, and
     nothing in the tail is dropped while encoded rows are left. Where position decides what lives and groups span rows,
-    a group stays until its last row leaves.
+    a group stays until its last row leaves, in the tail too, where it waits to be encoded whole.
     """
     q, first = form.quantized(appended), form.quantized(prompt)
     blocks = form.flushes(prompt, appended)
     if ranges is None:
         tail = smallest(stored, appended - q)
-        return Encoded(stored - tail, tail, blocks, smallest(first, stored - tail))
+        return Encoded(stored - tail, tail, blocks, first, smallest(first, stored - tail))
     unit = getattr(form, "unit", 1)
     rows: Any = 0
     tail = 0
     mine: Any = 0
     done: Any = 0
     for start, end in ranges:
-        low = largest(smallest(start, q) // unit * unit, done)
-        done = largest(-(-smallest(end, q) // unit) * unit, low)
-        rows, mine = rows + done - low, mine + largest(0, smallest(done, first) - low)
-        tail = tail + largest(0, end - largest(start, q))
-    return Encoded(rows, tail, _live_blocks(form, prompt, q, blocks, ranges), mine)
+        low = largest(start // unit * unit, done)
+        done = largest(smallest(-(-end // unit) * unit, appended), low)
+        inside = smallest(done, q) - smallest(low, q)
+        rows, tail = rows + inside, tail + done - low - inside
+        mine = mine + smallest(done, first) - smallest(low, first)
+    return Encoded(rows, tail, _live_blocks(form, first, q, blocks, ranges), first, mine)
 
 
-def _live_blocks(form: Format, prompt: Any, q: Any, blocks: Any, ranges: tuple[tuple[Count, Count], ...]) -> Any:
-    """Blocks with a live row: the prompt's block, then those of the steps that reach into the newest range."""
+def _live_blocks(form: Format, first: Any, q: Any, blocks: Any, ranges: tuple[tuple[Count, Count], ...]) -> Any:
+    """Blocks with a live row: the prompt's, of `first` rows, then those of the steps, each counted once."""
     if not np.any(np.asarray(blocks) > 0):
         return blocks
-    step = form.block_rows
-    start = ranges[-1][0]
-    first = form.quantized(prompt)
-    held = (np.asarray(first) > 0) & ((np.asarray(start) < first) | (len(ranges) > 1))
-    later = -(-largest(0, q - largest(first, start)) // step)
-    return held.astype(np.int64)[()] + later
+    step, prompts, found, done = form.block_rows, 0 * first, 0 * first, 0 * first
+    for start, end in ranges:
+        prompts = largest(prompts, smallest(1, largest(0, smallest(end, first) - start)))
+        low = largest((largest(start, first) - first) // step, done)
+        done = largest(-(-(largest(smallest(end, q), first) - first) // step), low)
+        found = found + done - low
+    return prompts + found
 
 
 def layer_keys(model: ModelSpec, method: Method) -> dict[tuple[Layer, Method, int], list[int]]:

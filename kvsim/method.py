@@ -10,7 +10,7 @@ from typing import Literal
 from kvsim.bases.identity import Identity
 from kvsim.errors import KvsimError, shown
 from kvsim.formats.full import Full
-from kvsim.parts import Basis, Correction, Format, Part, Quantizer, TokenPolicy
+from kvsim.parts import Basis, Correction, Format, Part, Place, Quantizer, TokenPolicy
 from kvsim.tokens.keep import Keep
 
 Protocol = Literal["after_prefill", "on_write"]
@@ -79,6 +79,12 @@ class Chain:
         if not isinstance(self.format, Full) or not stages:
             stages.append("+".join([str(self.format), *map(str, self.corrections)]))
         return " | ".join(stages)
+
+
+def _ties_heads(chain: Chain) -> bool:
+    """Whether a format has a buffer that several heads share, other than the model's."""
+    place = Place("k", 2, 64, 2)
+    return any(b.heads < place.heads and not b.per_model for b in chain.format.buffers(1024, 1, place))
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,18 @@ class Method:
             raise KvsimError(
                 f"{policy.name} drops single rows while generating, but {chain.basis.name} keeps a map for each block of "
                 f"quantized rows; use it in full precision, or a prompt policy such as snapkv"
+            )
+        spared = policy.spared if policy.drops == "rows" else None
+        if spared is not None and chain.format.block_rows - 1 > spared:
+            raise KvsimError(
+                f"{policy.name} drops rows older than the newest {spared}, and {chain.format} still holds up to "
+                f"{chain.format.block_rows - 1} {side} in full precision; spare as many rows, or use a smaller residual"
+            )
+        if policy.ragged and (chain.basis.joins_heads or _ties_heads(chain)):
+            together: Part = chain.basis if chain.basis.joins_heads else chain.format
+            raise KvsimError(
+                f"heads of {policy.name} hold different numbers of rows, but {together} writes {side} of several heads "
+                f"together; use parts that write each head by itself"
             )
         if policy.drops == "rows" and policy.per_head and chain.basis.joins_heads:
             raise KvsimError(

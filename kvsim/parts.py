@@ -399,6 +399,12 @@ class TokenPolicy(Part):
     per_head: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
+
+    @property
+    def spared(self) -> int | None:
+        """Newest rows that never leave while generating; None: as many as a format keeps in full precision."""
+        return None
 
     def rows(self, prompt: Count, new: Count, place: Place) -> Rows:
         """Counts for one KV head after `prompt` and `new` tokens."""

@@ -11,13 +11,15 @@ import numpy as np
 
 from kvsim import cost
 from kvsim.errors import KvsimError
+from kvsim.largest import largest
 from kvsim.layout import cross_layout, layer_keys, layer_layout, smallest
 from kvsim.model import ModelSpec
 from kvsim.op import Op, op_seconds
-from kvsim.parts import Rows
-from kvsim.record import Case, HeldBuffer, Line, Numbers, Record, Timing, as_count
+from kvsim.ragged import running_layout
+from kvsim.record import Case, HeldBuffer, Line, Numbers, Record, Timing
+from kvsim.stages import joined, local_work, split_mlps, stage_model, within
 from kvsim.weights import default_weights, weight_format, weights_bytes
-from kvsim.work import LayerGroup, activation_values, decode_ops, largest_layer, prefill_ops, reading
+from kvsim.work import LayerGroup, activation_values, decode_ops, largest_layer, prefill_ops, products, reading
 from kvsim.workload import Count, Workload
 
 GIB = 2**30
@@ -41,11 +43,18 @@ class _Question:
     model: ModelSpec
     work: Workload
     rows: Sequence[Any] | None = None
+    whole: ModelSpec | None = None
+    """Of a pipeline stage: the rank's model with all stages' layers, and which of them are this stage's."""
+    run: range | None = None
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Layers that are alike, with their layouts at N."""
-        return _groups(self.model, self.case, self.work.prompt_tokens, self.work.new_tokens, self.rows)
+        return self.layouts(self.work.new_tokens, self.rows)
+
+    def layouts(self, new: Count, rows: Sequence[Any] | None = None) -> tuple[LayerGroup, ...]:
+        """The layers' layouts after that many new tokens."""
+        return within(_groups(self.whole or self.model, self.case, self.work.prompt_tokens, new, rows), self.run)
 
     def totals(
         self, groups: tuple[LayerGroup, ...], part: Literal["cache", "cross"], allocated: bool = False
@@ -63,7 +72,7 @@ class _Question:
         case, work, model = self.case, self.work, self.model
         weights = weights_bytes(model, case.weights or default_weights(model))
         size = case.value_bits / 8
-        prompt_groups = _groups(model, case, work.prompt_tokens, 0, None) if np.any(work.new_tokens) else self.groups
+        prompt_groups = self.layouts(0) if np.any(work.new_tokens) else self.groups
         live = activation_values(model) * size
         head = model.head.out_features * 4 if model.head else 0
         prefill_tokens = smallest(work.batch * work.prompt_tokens, CHUNK_TOKENS)
@@ -101,9 +110,12 @@ def _groups(
     found: dict[Any, LayerGroup] = {}
     for (layer, method, place), indices in layer_keys(model, case.method).items():
         for where in [[i] for i in indices] if rows is not None else [indices]:
-            measured = _measured(rows, where[0], prompt) if rows is not None else None
             shape = (prompt, new, case.value_bits, where[0], model.n_layers)
-            cache = layer_layout(layer, method, *shape, measured)
+            running = _running(rows, where[0]) if rows is not None else None
+            if running is None:
+                cache = layer_layout(layer, method, *shape)
+            else:
+                cache = running_layout(layer, method, *shape, running)
             reads = cache or (layer_layout(reading(layer), method, *shape) if layer.attention is not None else None)
             cross = cross_layout(layer, method, case.value_bits, where[0], model.n_layers)
             group = LayerGroup(layer, tuple(where), cache, cross, reads)
@@ -116,14 +128,12 @@ def _groups(
     return tuple(found.values())
 
 
-def _measured(rows: Sequence[Any], layer: int, prompt: Count) -> Rows | None:
-    """Row counts that a running cache reports for a layer: one number, or one for each KV head (their mean counts)."""
+def _running(rows: Sequence[Any], layer: int) -> Sequence[int] | None:
+    """What a running cache reports for a layer: one number, or one for each sequence and KV head."""
     if layer >= len(rows):
         raise KvsimError(f"rows: {len(rows)} entries, but layer {layer} exists; give one entry a layer")
-    if rows[layer] is None:
-        return None
-    held = np.asarray(rows[layer], dtype=float).mean()
-    return Rows(as_count(smallest(prompt, held)), as_count(held), as_count(held))
+    held = rows[layer]
+    return [int(held)] if isinstance(held, int | np.integer) else held
 
 
 def predict(case: Case, rows: Sequence[Any] | None = None) -> Record:
@@ -133,11 +143,25 @@ def predict(case: Case, rows: Sequence[Any] | None = None) -> Record:
         case: the question; the workload's numbers may be arrays that broadcast.
         rows: row counts of a running cache, one entry a layer (`CompressedCache.rows()`), where data decide them.
 
-    Raises KvsimError where a part cannot stand in one of the model's layers.
+    Raises KvsimError where a part cannot stand in one of the model's layers, or the layout cannot cut the model.
     """
-    question = _Question(case, rank_model(case), case.workload, rows)
-    held = question.memory()
-    work = case.workload
+    found = [_record(question) for question in _questions(case, rows)]
+    return found[0] if len(found) == 1 else joined(case, found)
+
+
+def _questions(case: Case, rows: Sequence[Any] | None = None) -> list[_Question]:
+    """The case as the fullest rank of each pipeline stage sees it."""
+    model, work = rank_model(case), local_work(case)
+    if case.parallel.pipeline == 1:
+        return [_Question(case, model, work, rows)]
+    from kvsim.engines.parallel import stages
+
+    runs = stages(model.n_layers, case.parallel.pipeline)
+    return [_Question(case, stage_model(model, run), work, rows, model, run) for run in runs]
+
+
+def _record(question: _Question) -> Record:
+    case, work, held = question.case, question.work, question.memory()
     cache, cross = question.totals(question.groups, "cache"), question.totals(question.groups, "cross")
     state = question.model.state_bytes(work.batch)
     hardware = case.hardware
@@ -158,8 +182,8 @@ def predict(case: Case, rows: Sequence[Any] | None = None) -> Record:
         prefill=Timing.of(tuple(_lines(question, "prefill"))),
         decode=Timing.of(tuple(_lines(question, "decode"))),
         buffers_of=lambda: tuple(_buffers(question)),
-        limits_of=lambda: _limits(case, reserve),
-        generation_of=lambda: _generation(case),
+        limits_of=lambda: _limits(question, reserve),
+        generation_of=lambda: _generation(question),
         warnings=tuple(_warnings(question)),
     )
 
@@ -168,23 +192,22 @@ def rank_model(case: Case) -> ModelSpec:
     """The model as the fullest of the devices holds it."""
     if case.devices == 1:
         return case.model
-    from kvsim.engines.parallel import ParallelLayout
     from kvsim.engines.sharding import rank_model as shard
 
-    return shard(case.model, ParallelLayout(tensor=case.devices))
+    case.parallel.check(case.model)
+    return shard(case.model, replace(case.parallel, pipeline=1))
 
 
 def _waterfall(question: _Question, held: dict[str, Numbers], reserve: int) -> Iterator[tuple[str, Numbers]]:
     yield "weights", held["weights"]
     parts: dict[str, Any] = {}
     for group in question.groups:
-        for b in group.cache.buffers if group.cache else ():
+        layout = group.cache
+        for b in layout.buffers if layout else ():
             name = "keys" if b.name.startswith("k.") else "values" if b.name.startswith("v.") else "bookkeeping"
-            if b.name in ("index", "compressed"):
-                name = b.name
-            parts[name] = parts.get(name, 0) + len(group.indices) * b.bytes * (
-                1 if b.per_model else question.work.batch
-            )
+            name = b.name if b.name in ("index", "compressed") else name
+            held_bytes = layout.copies(b, question.work.batch) * b.bytes if layout else 0
+            parts[name] = parts.get(name, 0) + len(group.indices) * held_bytes
     yield from ((f"cache: {name}", value) for name, value in parts.items())
     yield "state and cross-attention", held["constant"]
     yield "prefill scratch", held["scratch"]
@@ -194,17 +217,24 @@ def _waterfall(question: _Question, held: dict[str, Numbers], reserve: int) -> I
 
 def phase_ops(case: Case, phase: Literal["prefill", "decode"]) -> list[Op]:
     """The kernel-sized pieces of one phase, each with its count, before any time."""
-    return list(_ops(_Question(case, rank_model(case), case.workload), phase))
+    return [op for question in _questions(case) for op in _ops(question, phase)]
 
 
 def _ops(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator[Op]:
     case, work, model = question.case, question.work, question.model
     fmt = weight_format(case.weights or default_weights(model))
     table = "bf16" if fmt.embedding_bits == 16 else fmt.matmul
-    if phase == "decode":
-        return decode_ops(model, question.groups, work.batch, fmt.matmul, case.value_bits)
     prompt = np.maximum(work.prompt_tokens, 1) if np.ndim(work.prompt_tokens) else max(work.prompt_tokens, 1)
-    return prefill_ops(model, question.groups, work.batch, prompt, fmt.matmul, case.value_bits, table)
+    groups: tuple[LayerGroup, ...] = question.groups
+    shared: tuple[LayerGroup, ...] = ()
+    if case.parallel.attention_data > 1:
+        groups, shared = split_mlps(groups)
+    if phase == "decode":
+        yield from decode_ops(model, groups, work.batch, fmt.matmul, case.value_bits)
+    else:
+        yield from prefill_ops(model, groups, work.batch, prompt, fmt.matmul, case.value_bits, table)
+    tokens = case.workload.batch * (1 if phase == "decode" else prompt)
+    yield from (op for op in products(model, shared, tokens, fmt.matmul) if op.kind == "matmul")
 
 
 def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator[Line]:
@@ -215,30 +245,29 @@ def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator
     for op in _ops(question, phase):
         for timed in op_seconds(case.hardware, op, case.kernel):
             named.setdefault(op.name, []).append((op, timed))
-    if case.devices > 1:
+    if case.parallel.tensor > 1:
         named["all-reduce"] = _allreduce(question, work.batch * (1 if phase == "decode" else work.prompt_tokens))
     for name, pieces in named.items():
         yield _line(phase, name, pieces, scale)
 
 
 def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]]:
-    """Two all-reduces a layer, of one activation row a token."""
-    size = tokens * question.model.hidden_size * 2.0
-    timed = cost.allreduce_seconds(question.case.hardware, size, question.case.devices)
-    return [(Op("all-reduce", "elementwise", 2 * question.model.n_layers, bytes=size), timed)]
+    """An all-reduce after each mixer and each MLP that is cut, of one activation row a token of the whole batch."""
+    from kvsim.engines.parallel import reductions
+
+    layout = question.case.parallel
+    count = sum(len(g.indices) * reductions(g.layer, layout) for g in question.groups)
+    size = tokens * layout.attention_data * question.model.hidden_size * 2.0
+    timed = cost.allreduce_seconds(question.case.hardware, size, layout.tensor)
+    return [(Op("all-reduce", "elementwise", count, bytes=size), timed)]
 
 
 def _line(phase: Literal["prefill", "decode"], name: str, pieces: list[tuple[Op, cost.Seconds]], scale: Any) -> Line:
     total: dict[str, Any] = dict.fromkeys(("bytes", "flops", "seconds", "low", "high"), 0.0)
     for op, timed in pieces:
         size, flops = _bytes_flops(op)
-        for key, value in (
-            ("bytes", size),
-            ("flops", flops),
-            ("seconds", timed.seconds),
-            ("low", timed.low),
-            ("high", timed.high),
-        ):
+        found = {"bytes": size, "flops": flops, "seconds": timed.seconds, "low": timed.low, "high": timed.high}
+        for key, value in found.items():
             total[key] = total[key] + op.count * value
     biggest = max(pieces, key=lambda p: float(np.max(p[0].count * np.asarray(p[1].seconds))))[1]
     return Line(
@@ -269,7 +298,7 @@ def _buffers(question: _Question) -> Iterator[HeldBuffer]:
     for group in question.groups:
         for prefix, layout in (("", group.cache), ("cross.", group.cross)):
             for b in layout.buffers if layout else ():
-                many = 1 if b.per_model else batch
+                many = layout.copies(b, batch) if layout else 0
                 found += [
                     HeldBuffer(prefix + b.name, i, (many, b.heads, b.rows, b.width), b.bits, many * b.bytes)
                     for i in group.indices
@@ -283,12 +312,13 @@ def _warnings(question: _Question) -> Iterator[str]:
     if any(p.calibrated for m in (question.case.method,) for p in (m.k.basis, m.v.basis)):
         yield "a calibrated basis runs only with calibration=FILE; its bytes and time do not depend on the file"
     if question.model.towers:
-        yield f"weights include {question.model.tower_parameters:,} parameters of vision or audio towers, whose own work is not timed"
+        towers = f"{question.model.tower_parameters:,} parameters of vision or audio towers"
+        yield f"weights include {towers}, whose own work is not timed"
 
 
-def _generation(case: Case) -> Numbers:
+def _generation(question: _Question) -> Numbers:
     """All K decode steps: exact up to 16 of them, else Gauss-Legendre over the steps (smooth but for tails)."""
-    work = case.workload
+    work = question.work
     if not np.any(work.new_tokens):
         return 0.0 * np.asarray(work.tokens)[()]
     steps: list[tuple[Any, Any]]
@@ -303,38 +333,16 @@ def _generation(case: Case) -> Numbers:
     total: Any = 0.0
     for k, share in steps:
         at = replace(work, new_tokens=np.minimum(k, work.new_tokens))
-        total = total + share * Timing.of(tuple(_lines(_Question(case, rank_model(case), at), "decode"))).seconds
+        total = total + share * Timing.of(tuple(_lines(replace(question, work=at, rows=None), "decode"))).seconds
     return total
 
 
-def _limits(case: Case, reserve: int) -> tuple[Numbers, Numbers]:
-    """Largest context at this batch and largest batch at this length, by bisection over whole arrays of candidates."""
-    model, work = rank_model(case), case.workload
-    room = case.hardware.capacity_bytes - reserve
-    top = smallest(case.model.max_context or MAX_TOKENS, MAX_TOKENS)
+def _limits(question: _Question, reserve: int) -> tuple[Numbers, Numbers]:
+    room = question.case.hardware.capacity_bytes - reserve
 
-    def context_fits(tokens: Any) -> Any:
-        new = np.minimum(work.new_tokens, tokens)
-        return (
-            _Question(case, model, replace(work, prompt_tokens=tokens - new, new_tokens=new)).memory()["peak"] <= room
-        )
+    def fits(work: Workload) -> Any:
+        return replace(question, work=work, rows=None).memory()["peak"] <= room
 
-    def batch_fits(batch: Any) -> Any:
-        return _Question(case, model, replace(work, batch=np.maximum(batch, 1))).memory()["peak"] <= room
-
-    return _last(context_fits, top, work.shape), _last(batch_fits, 2**24, work.shape)
-
-
-def _last(fits: Any, top: int, shape: tuple[int, ...]) -> Numbers:
-    """The largest count up to `top` that fits, 0 where not even 1 does; `fits` falls from true to false once."""
-    low = np.zeros(shape, np.int64)
-    high = np.full(shape, top + 1, np.int64)
-    fan = 64 if not shape else 1
-    while np.any(high - low > 1):
-        step = np.arange(1, fan + 1).reshape((fan,) + (1,) * len(shape))
-        points = low + np.maximum(1, (high - low) * step // (fan + 1))
-        points = np.minimum(points, np.maximum(high - 1, low))
-        good = fits(points if shape else points.ravel()).reshape(points.shape) & (points > low) | (points == low)
-        low = np.max(np.where(good, points, low), axis=0)
-        high = np.min(np.where(good, high, np.maximum(points, low + 1)), axis=0)
-    return int(low) if not shape else low
+    top = smallest(question.case.model.max_context or MAX_TOKENS, MAX_TOKENS)
+    context, batch = largest(fits, question.work, top)
+    return context, batch * question.case.parallel.attention_data

@@ -130,6 +130,9 @@ def attend(store: Store, q: Tensor, rule: Rule) -> tuple[Tensor, Step]:
     step = Step(seen=store.seen, rows=store.keys.rows, queries=q, new=q.shape[2])
     if _is_plain(store):
         return attend_rows(q, store.keys.rest.read(), store.values.rest.read(), rule, 0), step  # type: ignore[union-attr]
+    if store.joint:
+        q = store.mixed(q, store.new_positions)
+        step.queries = q
     pieces = [_attend_block(store, q, rule, start) for start in range(0, q.shape[2], BLOCK)]
     if store.policy is not None and store.policy.step_weights:
         step.weights = torch.cat([mean_group(w, store.geometry.n_kv_heads) for _, w in pieces], dim=2)
@@ -239,7 +242,7 @@ def _values(store: Store, weights: Tensor, live: Tensor | None) -> Tensor:
         found = (grouped(part, tile.shape[1]) @ tile.float()).reshape(*part.shape[:3], tile.shape[3])
         total = found if total is None else total + found
     assert total is not None
-    maps, offset = side.maps()
+    maps, offset = store.value_maps()
     if maps is None:
         return total
     out = (grouped(total, maps.shape[1]) @ maps.float()).reshape(*total.shape[:3], maps.shape[3])

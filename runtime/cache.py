@@ -16,9 +16,11 @@ from kvsim.configs import load_model
 from kvsim.errors import KvsimError
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
+from kvsim.ragged import LayerRows
 from kvsim.record import HeldBuffer
 from runtime.hook import NAME, HeldRows, close_on, open_on
 from runtime.layers import CompressedLayer
+from runtime.learning import wants_rotation
 from runtime.rope import Rotation
 from runtime.sharing import Geometry, Surroundings
 
@@ -54,7 +56,7 @@ class CompressedCache(Cache):
         layers = []
         for index, module in enumerate(self.modules):
             own = self.method.at(index, self.spec.n_layers)
-            rotation = Rotation(hf_model, module, _layer_type(hf_model, index)) if needs_rotation(own) else None
+            rotation = Rotation(hf_model, module, _layer_type(hf_model, index)) if wants_rotation(own) else None
             dtype, device = _place_of(module)
             around = Surroundings(dtype, device, rotation, _of_layer(self.calibration, index), seed)
             layers.append(CompressedLayer(own, geometry_of(self.spec, index), around, prompt_tokens))
@@ -125,7 +127,7 @@ class CompressedCache(Cache):
         """Bytes of the storages behind them: equals the predicted `allocated_bytes`."""
         return sum(held for layer in self.layers for _, _, _, held in layer.held())
 
-    def rows(self) -> list[list[int] | None]:
+    def rows(self) -> list[LayerRows | None]:
         """Rows held by each layer, one number for each sequence and KV head: what `predict(case, rows=...)` takes."""
         return [layer.rows() for layer in self.layers]
 
@@ -200,8 +202,3 @@ def _place_of(module: nn.Module) -> tuple[torch.dtype, torch.device]:
     found = [p for p in module.parameters() if p.is_floating_point()]
     dtype = next((p.dtype for p in found if p.dtype in (torch.float32, torch.bfloat16, torch.float16)), torch.float32)
     return dtype, found[0].device if found else torch.device("cpu")
-
-
-def needs_rotation(method: Method) -> bool:
-    """Whether a layer must be able to undo its rotary embedding."""
-    return method.k.before_rope or method.k.basis.both_sides

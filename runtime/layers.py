@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsim.errors import KvsimError
 from kvsim.method import Method
+from kvsim.ragged import LayerRows
 from runtime.attention import Rule, attend
 from runtime.prompt import Incoming, Piece
 from runtime.sharing import Geometry, LayerTwins, Surroundings
@@ -131,7 +132,10 @@ class CompressedLayer(CacheLayerMixin):
         self.seen -= count
         if self.incoming is not None:
             self.incoming.crop(count)
-            self._take_if_complete()
+            if self.incoming.rows:
+                self._take_if_complete()
+            else:
+                self.incoming = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder sequences for beam search."""
@@ -204,7 +208,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def _take_if_complete(self) -> None:
         assert self.incoming is not None
-        if self.incoming.rows and self.seen >= (self.prompt_tokens or 0):
+        if self.seen >= (self.prompt_tokens or 0):
             self.pieces, self.incoming = self.incoming.taken(self.scores), None
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rule: Rule) -> Tensor:
@@ -230,17 +234,18 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- accounting ----------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[int] | None:
-        """Rows that each sequence and KV head holds, [B * H] numbers; None before the prompt."""
+    def rows(self) -> LayerRows | None:
+        """Rows that each sequence and KV head holds, and held when the prompt ended; None before that."""
         if not self.pieces:
             return None
         heads = self.geometry.n_kv_heads
-        found = [0] * (self.batch_size * heads)
+        held, prompt = [0] * (self.batch_size * heads), [0] * (self.batch_size * heads)
         for piece in self.pieces:
             for b in piece.sequences.tolist():
                 for h in range(piece.heads.start, piece.heads.stop):
-                    found[b * heads + h] = piece.store.live_rows()
-        return found
+                    held[b * heads + h] = piece.store.live_rows()
+                    prompt[b * heads + h] = piece.store.keys.prompt_rows or 0
+        return LayerRows(held, prompt)
 
     def held(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """(name, shape, live bytes, bytes of the storage) of every tensor; per-model buffers once."""

@@ -67,7 +67,7 @@ def _join(codes: Tensor, bits: int) -> Tensor:
 
 def _split(codes: Tensor, bits: int) -> Tensor:
     """Each code into two of half the bits: the inverse of `_join`."""
-    wide = codes.to(torch.int16)
+    wide = codes.to(torch.int16, memory_format=torch.contiguous_format)
     mask = (2**bits - 1) * 0x0101
     return ((wide | (wide << (8 - bits))) & mask).view(torch.uint8)
 

@@ -96,6 +96,8 @@ class Incoming:
     def _as_stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Rows as the formats would give them back (protocol on_write): no token policy has acted yet."""
         store = Store(self.twins.formats_alone())
+        if store.joint:
+            raise KvsimError(f"{self.twins.method.k.basis.name} runs with protocol after_prefill only")
         store.append(k, v, torch.arange(k.shape[2], device=k.device).expand(k.shape[0], -1))
         store.settle()
         keys, values = store.read()

@@ -13,7 +13,7 @@ from kvsim.errors import KvsimError
 from kvsim.method import Chain, Method
 from kvsim.parts import Basis, Correction, Format, Part, Place
 from kvsim.tokens.keep import Keep
-from runtime.parts import BasisTwin, CorrectionTwin, FormatTwin, PolicyTwin, Setting, Tensors, Twin, twins
+from runtime.parts import BasisTwin, CorrectionTwin, FormatTwin, PolicyTwin, Setting, Twin, twins
 from runtime.rope import Rotation
 
 
@@ -77,10 +77,10 @@ class SideTwins:
     format: FormatTwin
     fixes: tuple[CorrectionTwin, ...]
 
-    @cached_property
-    def model(self) -> Tensors:
-        """Per-model buffers of basis and format, by the names of their parts' buffers."""
-        return (self.basis.model_buffers() if self.basis else {}) | self.format.model_buffers()
+    def model(self) -> list[tuple[str, Tensor]]:
+        """Per-model buffers of basis and format, by the names of their parts' buffers (which may be the same)."""
+        written = self.format.model_buffers() if self.inner.place.width else {}
+        return [*(self.basis.model_buffers() if self.basis else {}).items(), *written.items()]
 
 
 class LayerTwins:
@@ -157,7 +157,7 @@ class LayerTwins:
         """(name, tensor) of every per-model buffer, as kvsim.layout names them."""
         seen: set[int] = set()
         heads = range(self.geometry.n_kv_heads) if self.ragged else (None,)
-        pairs = [(f"{n}.{k}", t) for h in heads for n, s in self.sides(h).items() for k, t in s.model.items()]
+        pairs = [(f"{n}.{k}", t) for h in heads for n, s in self.sides(h).items() for k, t in s.model()]
         pairs += list(self.policy.model_buffers().items()) if self.policy else []
         for name, tensor in pairs:
             if id(tensor) not in seen:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsim.errors import KvsimError
 from kvsim.parts import ALLOCATION_ROWS, Buffer, per_tokens
 from runtime.buffers import Paged
+from runtime.kernels.pages import pages
 from runtime.latent import rebuild
 from runtime.parts import Tensors
 from runtime.sharing import SideTwins
@@ -140,7 +141,7 @@ class Side:
     def _encode(self, x: Tensor) -> None:
         for name, buffer in self.packed(x).items():
             if name not in self.encoded:
-                self.encoded[name] = Paged(buffer, self._rows_unit(name))
+                self.encoded[name] = pages(self.format, name, buffer, self._rows_unit(name))
             self.encoded[name].append(buffer)
         if self.turns:
             block = self.basis.block_map(self.basis_fixed)  # type: ignore[union-attr]
@@ -275,9 +276,9 @@ class Side:
         if self.tail is not None:
             yield ("rows" if self.plain else "tail"), self.tail
 
-    def fixed_buffers(self) -> Tensors:
-        """Buffers that a sequence holds from its first rows on."""
-        return self.basis_fixed | self.fixed
+    def fixed_buffers(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of what a sequence holds from its first rows on."""
+        return [*self.basis_fixed.items(), *self.fixed.items()]
 
     def picked(self, index: Tensor) -> Side:
         """The same rows of the sequences index [m], in storages of their own."""

@@ -8,15 +8,16 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvsim.errors import KvsimError
 from kvsim.parts import ALLOCATION_ROWS, Rows
 from runtime import leaving
 from runtime.buffers import Paged
+from runtime.latent import rebuild
 from runtime.parts import Merged, Prompt, Step, Tensors
 from runtime.sharing import LayerTwins
 from runtime.side import Runs, Side
+from runtime.steps import complement, picked_step, together
 
 
 class Store:
@@ -31,6 +32,7 @@ class Store:
         self.geometry = twins.geometry if head is None else twins.geometry.alone()
         self.sides = {name: Side(side) for name, side in twins.sides(head).items()}
         self.policy = twins.policy
+        self.joint = self.method.k.basis.both_sides
         self.clear()
 
     def clear(self) -> None:
@@ -50,14 +52,23 @@ class Store:
 
     @property
     def values(self) -> Side:
-        """The value side; the keys', where keys are values too."""
-        return self.sides.get("v", self.keys)
+        """The side that holds values: the keys', where keys are values too or both share one latent."""
+        return self.keys if self.joint else self.sides.get("v", self.keys)
+
+    def value_maps(self) -> tuple[Tensor | None, Tensor | None]:
+        """(maps, offset) from what `values` holds to values."""
+        if not self.joint:
+            return self.values.maps()
+        basis = self.sides["v"].basis
+        return basis.maps(basis.model_buffers()), None  # type: ignore[union-attr]
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Write rows [B, H, n, d] that stand at positions [B, n], or [B, H, n] where heads chose different rows."""
-        if self.method.k.before_rope and positions.shape[-1]:
+        if not k.shape[2]:
+            return
+        if self.method.k.before_rope:
             assert self.around.rotation is not None
             noted = self.method.tokens.drops != "none" and not self.geometry.window
             if noted:
@@ -65,10 +76,22 @@ class Store:
             else:
                 self._check_consecutive(positions)
             k = self.around.rotation.unrotate(k, positions)
-        self.keys.append(k)
-        if "v" in self.sides:
-            self.sides["v"].append(v)
+        if self.joint:
+            share = self.sides["v"].basis.project(v, {})  # type: ignore[union-attr]
+            self.keys.append(self.mixed(k, positions), share)
+            self.new_positions = positions
+        else:
+            self.keys.append(k)
+            if "v" in self.sides:
+                self.sides["v"].append(v)
         self.seen += k.shape[2]
+
+    def mixed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Keys or queries as a joint latent wants them: elite frequencies rotated, all others not."""
+        assert self.around.rotation is not None
+        plain = self.around.rotation.unrotate(x, positions)
+        mixed: Tensor = self.keys.basis.mix(x, plain, self.keys.basis.model_buffers())  # type: ignore[union-attr]
+        return mixed
 
     def _note(self, positions: Tensor) -> None:
         heads = self.geometry.n_kv_heads if self.method.tokens.per_head else 1
@@ -169,7 +192,11 @@ class Store:
             assert self.around.rotation is not None
             at = self.row_positions(k.shape[2])
             k = self.around.rotation.rotate(k, at.expand(k.shape[0], k.shape[1], -1))
-        return k, self.values.read()
+        if not self.joint:
+            return k, self.values.read()
+        maps, _ = self.value_maps()
+        assert maps is not None
+        return k, rebuild(torch.cat([tile for _, tile in self.keys.tiles()], dim=2), maps)
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
@@ -277,7 +304,7 @@ class Store:
         found.sides = {name: side.picked(index) for name, side in self.sides.items()}
         found.state = {name: paged.picked(index) for name, paged in self.state.items()}
         found.positions = None if self.positions is None else self.positions.picked(index)
-        found.waiting = [_picked(step, index) for step in self.waiting]
+        found.waiting = [picked_step(step, index) for step in self.waiting]
         return found
 
     def _bookkeeping(self) -> Iterator[Paged]:
@@ -295,7 +322,7 @@ class Store:
     def fixed_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of what sequences hold from their first rows on."""
         for name, side in self.sides.items():
-            yield from ((f"{name}.{inner}", tensor) for inner, tensor in side.fixed_buffers().items())
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in side.fixed_buffers())
 
     def pages(self) -> Iterator[tuple[str, Paged]]:
         """(name, rows) of everything that grows, named as kvsim.layout names it."""
@@ -304,45 +331,3 @@ class Store:
         yield from self.state.items()
         if self.positions is not None:
             yield "positions", self.positions
-
-
-def together(steps: list[Step], removed: int) -> Step:
-    """Steps that waited as one step, without the `removed` newest tokens."""
-    if len(steps) == 1 and not removed:
-        return steps[0]
-    new, last = sum(s.new for s in steps) - removed, steps[-1]
-    rows = last.rows - removed
-
-    def cat(pieces: list[Tensor | None]) -> Tensor | None:
-        return (
-            None if any(p is None for p in pieces) else torch.cat([p for p in pieces if p is not None], 2)[:, :, :new]
-        )
-
-    weights = cat([None if s.weights is None else pad(s.weights, (0, last.rows - s.rows)) for s in steps])
-    return Step(
-        last.seen - removed,
-        rows,
-        0,
-        None if weights is None else weights[..., :rows],
-        cat([s.queries for s in steps]),
-        cat([s.keys for s in steps]),
-        cat([s.values for s in steps]),
-        new,
-    )
-
-
-def _picked(step: Step, index: Tensor) -> Step:
-    names = ("weights", "queries", "keys", "values")
-    found = {n: getattr(step, n) for n in names}
-    return replace(step, **{n: None if x is None else x.index_select(0, index.to(x.device)) for n, x in found.items()})
-
-
-def complement(drop: Tensor, rows: int) -> Tensor:
-    """Rows not in drop [B, H, k], ascending [B, H, rows - k]."""
-    if bool((drop < 0).any()):
-        raise KvsimError("heads drop different numbers of rows: each needs a store of its own")
-    batch, heads, k = drop.shape
-    left = torch.ones((batch, heads, rows), dtype=torch.bool, device=drop.device)
-    left.scatter_(2, drop, False)
-    order = torch.arange(rows, device=drop.device).expand(batch, heads, rows)
-    return order[left].reshape(batch, heads, rows - k)

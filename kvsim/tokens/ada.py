@@ -35,6 +35,7 @@ class Ada(Scored):
     source: ClassVar[str] = "Feng et al., Ada-KV, arXiv 2407.11550; kvpress AdaKVPress"
     survey: ClassVar[str] = "4.2.1, 7.1"
     drops: ClassVar[Literal["none", "prefill", "rows", "pages"]] = "prefill"
+    ragged: ClassVar[bool] = True
 
     budget: Budget = setting(0.25, always=True, what="rows of the prompt kept on average over heads")
     floor: float = setting(0.2, low=0.0, high=1.0, what="share of the even budget that every head keeps")

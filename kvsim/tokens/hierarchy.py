@@ -36,6 +36,11 @@ class Hierarchy(TokenPolicy):
     summaries: int = setting(16, low=2, what="block means in a summary")
     sinks: int = setting(4, low=0, what="first rows that stay as they are")
 
+    @property
+    def spared(self) -> int:
+        """The rows that are no block yet."""
+        return self.recent
+
     def levels(self, n: Any) -> tuple[Any, Any, Any, Any]:
         """(sinks, summaries, block means, rows) held after n tokens, in the order in which they are held."""
         first = smaller(n, self.sinks)

@@ -38,6 +38,7 @@ class LshMerge(TokenPolicy):
     source: ClassVar[str] = "survey 4.3; Charikar, STOC 2002; log-size term of Bolya et al., ToMe, arXiv 2210.09461"
     survey: ClassVar[str] = "4.3"
     merges: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
 
     planes: int = setting(12, low=1, high=48, always=True, what="random planes, the bits of a hash")
     tables: int = setting(1, low=1, high=64, what="hash tables, used one after the other")
@@ -51,6 +52,11 @@ class LshMerge(TokenPolicy):
     def drops(self) -> Literal["none", "prefill", "rows", "pages"]:  # type: ignore[override]
         """Rows of the prompt, or rows at every step."""
         return "rows" if self.when == "running" else "prefill"
+
+    @property
+    def spared(self) -> int:
+        """The rows left alone."""
+        return self.recent
 
     def buckets(self, n: Any, degrees: float) -> Any:
         """Expected rows left of n after all tables, a whole number in [min(n, 1), n]."""

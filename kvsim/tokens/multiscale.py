@@ -35,6 +35,11 @@ class Multiscale(TokenPolicy):
     strides: tuple[int, ...] = setting((1, 4, 16), low=1, always=True, what="distance of kept rows in each window")
     sinks: int = setting(4, low=0, what="first rows that always stay")
 
+    @property
+    def spared(self) -> int:
+        """The longest window that skips nothing."""
+        return max((w for w, stride in zip(self.windows, self.strides, strict=True) if stride == 1), default=0)
+
     def check(self) -> None:
         """One stride a window, windows rising."""
         if len(self.windows) != len(self.strides):

@@ -29,6 +29,11 @@ class Stride(TokenPolicy):
     recent: int = setting(256, low=0, what="newest rows that stay")
     sinks: int = setting(4, low=0, what="first rows that always stay")
 
+    @property
+    def spared(self) -> int:
+        """The recent rows."""
+        return self.recent
+
     def kept(self, n: Any) -> Any:
         """Rows held after n tokens."""
         older = larger(0, n - self.recent)

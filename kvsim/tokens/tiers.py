@@ -31,6 +31,11 @@ class Tiers(TokenPolicy):
     strides: tuple[int, ...] = setting((1, 4, 16), low=1, always=True, what="distance of kept rows in each tier")
     sinks: int = setting(4, low=0, what="first rows that always stay")
 
+    @property
+    def spared(self) -> int:
+        """The newest tiers that skip nothing."""
+        return sum(size for size, stride in zip(self.sizes, self.strides, strict=True) if stride == 1)
+
     def check(self) -> None:
         """One stride a tier, each dividing the next."""
         if len(self.sizes) != len(self.strides):
