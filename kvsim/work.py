@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def matmul_op(matrix: Matrix, tokens: Any, count: int, dtype: str) -> Op:
         return Op(
             matrix.name,
             "matmul",
-            count * matrix.copies,
+            count * matrix.active,
             m=tokens,
             n=matrix.out_features,
             k=matrix.in_features,
@@ -246,11 +247,16 @@ def _cross_prefill(layout: Layout, batch: Any, prompt: Any, count: int, value_bi
 
 
 def _state_op(group: LayerGroup, batch: Any, count: int, tokens: Any) -> Iterator[Op]:
-    """Recurrent and convolution states: read and written once a pass, about 6 flops per value and token."""
+    """Recurrent and convolution states: read and written once a pass, about 6 flops per value and token.
+
+    Each row of a state is a recurrence of its own, so that all of them can run at once.
+    """
     held = sum(s.bytes for s in group.layer.states)
     if held:
         values = sum(s.bytes * 8 // s.bits for s in group.layer.states)
-        yield Op("state update", "elementwise", count, bytes=2.0 * batch * held, flops=6.0 * batch * tokens * values)
+        rows = max(prod(s.shape[:-1]) for s in group.layer.states)
+        moved, flops = 2.0 * batch * held, 6.0 * batch * tokens * values
+        yield Op("state update", "elementwise", count, bytes=moved, flops=flops, blocks=1.0 * batch * rows)
 
 
 def reading(layer: Layer) -> Layer:
