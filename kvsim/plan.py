@@ -27,11 +27,13 @@ from kvsim.method import Method, parse_method, preset_name
 from kvsim.model import ModelSpec
 from kvsim.prediction import predict
 from kvsim.record import Case, case_json, plain
-from kvsim.serving import refusal, serve
+from kvsim.serving import check_layout, refusal, serve
 from kvsim.workload import Workload
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from kvsim.engines.parallel import ParallelLayout
 
 __all__ = [
     "OBJECTIVES",
@@ -153,6 +155,7 @@ def fit(
     kernel: str | None = None,
     engine: str = "",
     evidence: Sequence[Evidence] | None = None,
+    layout: ParallelLayout | None = None,
 ) -> Plan:
     """Say which compression methods fit the device for this workload, and choose one.
 
@@ -180,7 +183,8 @@ def fit(
         from kvsim.engines import check_runs_methods
 
         check_runs_methods(engine)
-    base = Case(model, device, Method(), workload, weights, kv_dtype, devices, reserve_bytes, kernel)
+        check_layout(engine, layout)
+    base = Case(model, device, Method(), workload, weights, kv_dtype, devices, reserve_bytes, kernel, layout)
     table = Table(gathered() if evidence is None else evidence, model)
     found, rejected = _consider(base, methods, engine, table)
     found = [_judged(c, table) for c in found]
@@ -249,8 +253,8 @@ def _within(found: list[Candidate], limits: Limits) -> tuple[list[Candidate], li
 def break_even(model: ModelSpec, device: HardwareProfile, method: Method, batch: int = 1, **options: Any) -> int | None:
     """Tokens from which on one decode step with the method is faster than with the full cache; None: never.
 
-    `options` are those of Case (weights, kv_dtype, devices, kernel). The answer is the first of about 200 lengths up to
-    the model's context from which on the method stays faster.
+    `options` are those of Case (weights, kv_dtype, devices, kernel, layout). The answer is the first of about 200
+    lengths up to the model's context from which on the method stays faster.
     """
     top = model.max_context or 2**20
     tokens = np.unique(np.geomspace(1, top, 200).astype(np.int64))

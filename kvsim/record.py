@@ -1,4 +1,4 @@
-"""The question (Case) and the answer (Record), the same type whether predicted or measured."""
+"""The answer (Record) to a question (Case), the same type whether predicted or measured."""
 
 from __future__ import annotations
 
@@ -9,69 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvsim.errors import KvsimError, did_you_mean, shown
-from kvsim.hardware import HardwareProfile
-from kvsim.method import Method
-from kvsim.model import DTYPE_BITS, ModelSpec
-from kvsim.weights import default_weights, weight_format
-from kvsim.workload import Count, Workload, whole
+from kvsim.case import Case, case_json, plain
+from kvsim.workload import Count
 
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = ["Case", "HeldBuffer", "Line", "Numbers", "Record", "Timing", "as_count", "case_json", "plain"]
+
 Numbers = Any
 """An int or float, or an array of the workload's shape."""
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A question: this model on this device with this method for this workload.
-
-    Args:
-        weights: format of the weights (`bf16`, `fp8`, `int4`, `q4_k_m` ...); empty: the model's dtype.
-        kv_dtype: full precision of the cache; empty: the model's dtype.
-        devices: how many of the device, used with tensor parallelism; bytes are those of the fullest one.
-        reserve_bytes: memory that the runtime keeps for itself on a device; None: by the kind of device.
-        kernel: attention kernel family whose coefficients to use; None: the device's default.
-    """
-
-    model: ModelSpec
-    hardware: HardwareProfile
-    method: Method
-    workload: Workload
-    weights: str = ""
-    kv_dtype: str = ""
-    devices: int = 1
-    reserve_bytes: int | None = None
-    kernel: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, kind in (
-            ("model", ModelSpec),
-            ("hardware", HardwareProfile),
-            ("method", Method),
-            ("workload", Workload),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise KvsimError(f"case: {name} is a {kind.__name__}, got {shown(getattr(self, name))}")
-        weight_format(self.weights or default_weights(self.model))
-        if self.kv_dtype and self.kv_dtype not in DTYPE_BITS:
-            raise KvsimError(
-                f"kv dtype {shown(self.kv_dtype)} is not one of {', '.join(DTYPE_BITS)}{did_you_mean(self.kv_dtype, DTYPE_BITS)}"
-            )
-        whole(self.devices, "devices", low=1, high=2**16)
-        if self.reserve_bytes is not None:
-            whole(self.reserve_bytes, "reserve bytes")
-        limit, asked = self.model.max_context, np.max(self.workload.tokens)
-        if limit and asked > limit:
-            raise KvsimError(
-                f"{asked} tokens are more than {self.model.name}'s context of {limit}; shorten the prompt or the new tokens"
-            )
-
-    @property
-    def value_bits(self) -> int:
-        """Bits of a full-precision cached value."""
-        return DTYPE_BITS[self.kv_dtype or self.model.dtype]
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,31 +253,6 @@ class Record:
             "coefficients": self.coefficients,
             "warnings": list(self.warnings),
         }
-
-
-def case_json(case: Case) -> dict[str, Any]:
-    """The question in names and numbers."""
-    work = case.workload
-    return {
-        "model": case.model.name,
-        "device": case.hardware.name,
-        "devices": case.devices,
-        "method": str(case.method),
-        "batch": plain(work.batch),
-        "prompt_tokens": plain(work.prompt_tokens),
-        "new_tokens": plain(work.new_tokens),
-        "weights": case.weights or default_weights(case.model),
-        "kv_dtype": case.kv_dtype or case.model.dtype,
-    }
-
-
-def plain(value: Any, whole_numbers: bool = False) -> Any:
-    """numpy to JSON's own types; whole numbers stay exact."""
-    if isinstance(value, np.ndarray | np.generic):
-        if whole_numbers and value.dtype.kind == "f":
-            value = np.rint(value).astype(np.int64)
-        return value.tolist()
-    return round(value) if whole_numbers and isinstance(value, float) else value
 
 
 def as_count(value: Any) -> Count:

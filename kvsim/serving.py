@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvsim.errors import KvsimError
 from kvsim.method import Method
 from kvsim.record import Case, Record
+
+if TYPE_CHECKING:
+    from kvsim.engines.parallel import ParallelLayout
 
 GIB = 2**30
 
@@ -19,6 +23,14 @@ class Served:
     bytes: int | None = None
     refusal: str = ""
     short_by_bytes: int = 0
+
+
+def check_layout(engine: str, layout: ParallelLayout | None) -> None:
+    """Raise KvsimError for ranks whose share of a server's cache is not modelled."""
+    for name in ("expert", "attention_data"):
+        if layout is not None and getattr(layout, name) > 1:
+            raise KvsimError(f"the flags and bytes of {engine} with {name} ranks are not modelled:"
+                             " leave out engine, or use tensor and pipeline ranks")  # fmt: skip
 
 
 def refusal(engine: str, method: Method, case: Case) -> str:
@@ -40,7 +52,8 @@ def serve(engine: str, record: Record) -> Served:
     try:
         held = held_bytes(
             engine, case.method, case.model, tokens=max(1, int(case.workload.tokens)),
-            sequences=max(1, int(case.workload.batch)), tensor_parallel_size=case.devices,
+            sequences=max(1, int(case.workload.batch)), tensor_parallel_size=case.parallel.tensor,
+            pipeline_parallel_size=case.parallel.pipeline,
         )  # fmt: skip
     except KvsimError as reason:
         return Served(refusal=str(reason))
@@ -64,7 +77,8 @@ def _flags(engine: str, method: Method, case: Case, share: float | None) -> tupl
     try:
         return flags(
             engine, method, max_model_len=max(1, int(work.tokens)), max_num_seqs=max(1, int(work.batch)),
-            gpu_memory_utilization=share, tensor_parallel_size=case.devices,
+            gpu_memory_utilization=share, tensor_parallel_size=case.parallel.tensor,
+            pipeline_parallel_size=case.parallel.pipeline,
         ), ""  # fmt: skip
     except KvsimError as reason:
         return None, str(reason)

@@ -212,9 +212,16 @@ def allreduce_traffic(model: ModelSpec, layout: ParallelLayout, tokens: int, bit
     """
     if layout.tensor == 1:
         return Traffic(0, 0, 1)
-    mixers = sum(1 for x in model.layers if x.attention or x.states) if layout.attention_ranks > 1 else 0
-    mlps = sum(1 for x in model.layers if any(core(m.name) in ("down", "fc2", "w2") for m in x.matrices))
-    return Traffic(mixers + mlps, tokens * model.hidden_size * bits // 8, layout.tensor)
+    count = sum(len(where) * reductions(layer, layout) for layer, where in model.groups)
+    return Traffic(count, tokens * model.hidden_size * bits // 8, layout.tensor)
+
+
+def reductions(layer: Layer, layout: ParallelLayout) -> int:
+    """All-reduces after one layer: one for its mixer where that is cut, one for its MLP; 0 at one rank."""
+    if layout.tensor == 1:
+        return 0
+    mixer = layout.attention_ranks > 1 and (layer.attention is not None or bool(layer.states))
+    return mixer + any(core(m.name) in ("down", "fc2", "w2") for m in layer.matrices)
 
 
 def _attentions(model: ModelSpec) -> list[Attention]:

@@ -12,6 +12,15 @@ ROW_CUT = ("o", "down", "out", "fc2", "w2", "dense_4h_to_h", "c_proj")
 """Matrices whose input is already divided, so that each rank holds a slice of rows and their outputs are summed."""
 
 
+MLP = ("gate", "up", "down", "gate_up", "fc1", "fc2", "w1", "w2", "w3", "router", "shared_expert_gate")
+"""Matrices of feed-forward layers, which every tensor rank works on even where attention is data parallel."""
+
+
+def is_mlp(matrix: Matrix) -> bool:
+    """Whether the matrix belongs to a layer's feed-forward part, router included."""
+    return matrix.routed or core(matrix.name) in MLP
+
+
 def is_replicated(name: str) -> bool:
     """Whether every rank holds the matrix whole: routers, MLA's down-projections, indexers, norms."""
     own = core(name)
@@ -27,7 +36,7 @@ def rank_matrix(matrix: Matrix, layer: Layer, layout: ParallelLayout) -> Matrix:
         copies = -(-matrix.copies // layout.expert)
         matrix = replace(matrix, copies=copies, active=matrix.active * copies / matrix.copies)
         ranks = layout.tensor // layout.expert
-    elif matrix.routed or own in ("gate", "up", "down", "gate_up", "fc1", "fc2", "w1", "w2", "w3"):
+    elif is_mlp(matrix):
         ranks = layout.tensor
     else:
         ranks = layout.attention_ranks
