@@ -274,7 +274,7 @@ def activation_values(model: ModelSpec) -> float:
 
 
 def largest_layer(groups: tuple[LayerGroup, ...], prompt: Any, batch: Any, value_bits: int) -> Any:
-    """Bytes of the largest layer in full precision at the end of the prompt, where a method compresses it afterwards."""
+    """Bytes of the largest layer in full precision after the prompt, where a method compresses it only then."""
     most: Any = 0
     for group in groups:
         layout = group.cache
