@@ -262,6 +262,9 @@ every byte crosses the root twice, 57 of 64 GB/s each time."""
 HOP_SECONDS = {"switch": 1.5e-6, "mesh": 2.5e-6, "pcie": 6e-6}
 """Latency of one step of a ring; assumed, hence the wide interval."""
 START_SECONDS = 5e-6
+DIRECT_SECONDS, DIRECT_SHARE = 8e-6, 0.35
+"""Small sums are read from all peers at once. H100, 2, 4 and 8 ranks: 4.5-12 us for 32 KB, 8-24 us for 256 KB with
+vLLM's and SGLang's own kernels (sgl-project/sglang PR #2904); a ring wins from about 0.5 MB on."""
 MESH_PEERS = 7
 """A mesh's links lead to this many peers (eight accelerators, fully connected)."""
 
@@ -271,6 +274,7 @@ def allreduce_seconds(device: HardwareProfile, bytes: Any, ranks: int) -> Second
 
         start + 2 (ranks - 1) hop + 2 (ranks - 1) / ranks * bytes / (share * link)
 
+    or, where ranks reach each other directly and that is less, the time in which each reads all others' bytes.
     A mesh offers only the links to the ranks that take part. Raises KvsimError: a device without links to peers.
     """
     size, n = _quantity(bytes, "bytes"), whole(ranks, "ranks", low=1, high=4096)
@@ -285,5 +289,10 @@ def allreduce_seconds(device: HardwareProfile, bytes: Any, ranks: int) -> Second
     reach = min(n - 1, MESH_PEERS) / MESH_PEERS if topology == "mesh" else 1.0
     latency = START_SECONDS + 2.0 * (n - 1) * HOP_SECONDS[topology]
     transfer = size * (2.0 * (n - 1) / n / (LINK_SHARE[topology] * reach * link))
-    return Seconds(latency + transfer, (0.6, 1.7), f"{topology}, ring of {n}, published link shares",
-                   lambda: (("launch", latency), ("link", transfer)))
+    seconds, launch = latency + transfer, latency
+    if topology != "pcie":
+        direct = DIRECT_SECONDS + size * ((n - 1) / (DIRECT_SHARE * reach * link))
+        launch = np.where(direct < seconds, DIRECT_SECONDS, latency)[()]
+        seconds = np.minimum(seconds, direct)
+    return Seconds(seconds, (0.6, 1.7), f"{topology}, {n} ranks, published link shares",
+                   lambda: (("launch", launch), ("link", seconds - launch)))

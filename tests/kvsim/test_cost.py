@@ -176,8 +176,24 @@ def test_allreduce_by_hand() -> None:
     # two ranks of a mesh share one of seven links: 1e8 / (0.75 * 1e11 / 7)
     assert allreduce_seconds(mesh, 1e8, 2).seconds == pytest.approx(5e-6 + 5e-6 + 7e8 / 75e9)
     assert allreduce_seconds(DEVICE, np.array([1e6, 1e8]), 8).seconds.shape == (2,)
+    # small sums are read from all peers at once: 8 us + 3 x 16 kB over 35% of 100 GB/s, less than a ring's 14 us
+    small = allreduce_seconds(DEVICE, 16e3, 4)
+    assert small.seconds == pytest.approx(8e-6 + 3 * 16e3 / 35e9)
+    assert small.term == "launch"
     with pytest.raises(KvsimError, match="no known links"):
         allreduce_seconds(replace(DEVICE, topology="none"), 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "low", "high"),  # us: the two kernels of sgl-project/sglang PR #2904 on H100
+    [(2, 32768, 4.5, 8.7), (4, 32768, 4.8, 9.2), (8, 32768, 7.8, 11.8), (2, 262144, 7.9, 12.9), (4, 262144, 13.9, 20.6),
+     (8, 262144, 16.7, 24.1), (8, 1048576, 33.8, 45.0)],
+)  # fmt: skip
+def test_allreduce_lies_where_h100s_were_measured(ranks: int, size: int, low: float, high: float) -> None:
+    found = allreduce_seconds(load_device("h100-sxm"), size, ranks)
+    assert found.low * 1e6 < high
+    assert found.high * 1e6 > low
+    assert 0.85 * low < found.seconds * 1e6 < 1.15 * high
 
 
 SIZES = {"batch": 1, "tokens": 128, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
