@@ -289,7 +289,8 @@ def allreduce_seconds(device: HardwareProfile, bytes: Any, ranks: int) -> Second
     reach = min(n - 1, MESH_PEERS) / MESH_PEERS if topology == "mesh" else 1.0
     latency = START_SECONDS + 2.0 * (n - 1) * HOP_SECONDS[topology]
     transfer = size * (2.0 * (n - 1) / n / (LINK_SHARE[topology] * reach * link))
-    seconds, launch = latency + transfer, latency
+    seconds: Real = latency + transfer
+    launch: Real = latency
     if topology != "pcie":
         direct = DIRECT_SECONDS + size * ((n - 1) / (DIRECT_SHARE * reach * link))
         launch = np.where(direct < seconds, DIRECT_SECONDS, latency)[()]
