@@ -44,7 +44,7 @@ def compositions(head_dim: int) -> tuple[str, ...]:
 
 
 def candidates(head_dim: int) -> tuple[tuple[str, Method | None, str], ...]:
-    """(name as written, method, reason why it cannot compose) for the baseline, every preset and the grid, each once."""
+    """(name as written, method, reason why it cannot compose): the baseline, every preset and the grid, each once."""
     found: list[tuple[str, Method | None, str]] = []
     seen: set[Method] = set()
     for text in ("full", *presets(), *compositions(head_dim)):

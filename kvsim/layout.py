@@ -28,7 +28,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Layout:
-    """One layer's cache: its rows, its sides (k, and v where there is one), bookkeeping and what methods leave alone."""
+    """One layer's cache: its rows, its sides (k, and v if there is one), bookkeeping and what methods leave alone."""
 
     attention: Attention
     rows: Rows
@@ -168,7 +168,8 @@ def _side(
     chain = method.k if place.side == "k" else method.v
     if attention.kind == "mla" and chain.basis.name != "identity":
         raise KvsimError(
-            f"{chain.basis.name}: layer {place.layer} is MLA, whose cache is a latent already; use a format without a basis"
+            f"{chain.basis.name}: layer {place.layer} is MLA, whose cache is a latent already; "
+            "use a format without a basis"
         )
     width = chain.basis.latent(place)
     latent = replace(place, heads=width.heads, width=width.width)
@@ -285,7 +286,7 @@ def _live_blocks(form: Format, first: Any, q: Any, blocks: Any, ranges: tuple[tu
 
 
 def layer_keys(model: ModelSpec, method: Method) -> dict[tuple[Layer, Method, int], list[int]]:
-    """Layers that share one layout: the same facts, the same method, and the same place where a policy depends on it."""
+    """Layers that share one layout: the same facts, the same method, and the same place if a policy depends on it."""
     found: dict[tuple[Layer, Method, int], list[int]] = {}
     resolved: dict[int, Method] = {}
     for index, layer in enumerate(model.layers):

@@ -1,4 +1,4 @@
-"""A method: which tokens are kept, in which basis and which format each side is written, layer by layer; what composes."""
+"""A method: which tokens are kept, in which basis and format each side is written, layer by layer; what composes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Chain:
             raise KvsimError("rope=pre is for keys: values carry no rotation; set it in k:...")
         if side == "v" and self.format.keys_only:
             raise KvsimError(
-                f"{self.format.name} estimates query-key products and cannot hold values; use k:{self.format.name}(...) v:..."
+                f"{self.format.name} estimates query-key products and cannot hold values; "
+                f"use k:{self.format.name}(...) v:..."
             )
         if (
             self.basis.before_rope != self.format.before_rope
@@ -110,7 +111,7 @@ class LayerRange:
         if int(low) >= n_layers or (high and int(high) >= n_layers):
             raise KvsimError(f"layers={self.text}: the model has layers 0 to {n_layers - 1}")
         return int(low) <= layer and (
-            not dash and layer == int(low) or dash == "-" and (not high or layer <= int(high))
+            (not dash and layer == int(low)) or (dash == "-" and (not high or layer <= int(high)))
         )
 
 
@@ -154,14 +155,15 @@ class Method:
         if policy.drops == "rows" and not policy.positional and not chain.row_addressable:
             tied = next((c for c in chain.corrections if not c.row_addressable), chain.format)
             raise KvsimError(
-                f"{policy.name} drops single rows while generating, but {tied} ties {side} of several rows together, so a row "
-                f"cannot leave alone; use groups along the row (axis=token, scale=row) or a prompt policy such as snapkv"
+                f"{policy.name} drops single rows while generating, but {tied} ties {side} of several rows together, "
+                "so a row cannot leave alone; use groups along the row (axis=token, scale=row) or a prompt policy such "
+                "as snapkv"
             )
         quantized = not isinstance(chain.format, Full)
         if policy.drops == "rows" and not policy.positional and chain.basis.rewrites_rows and quantized:
             raise KvsimError(
-                f"{policy.name} drops single rows while generating, but {chain.basis.name} keeps a map for each block of "
-                f"quantized rows; use it in full precision, or a prompt policy such as snapkv"
+                f"{policy.name} drops single rows while generating, but {chain.basis.name} keeps a map for each block "
+                f"of quantized rows; use it in full precision, or a prompt policy such as snapkv"
             )
         spared = policy.spared if policy.drops == "rows" else None
         if spared is not None and chain.format.block_rows - 1 > spared:
@@ -177,8 +179,8 @@ class Method:
             )
         if policy.drops == "rows" and policy.per_head and chain.basis.joins_heads:
             raise KvsimError(
-                f"{policy.name} drops other rows in each head, but {chain.basis.name} writes one row for several heads; "
-                f"use a basis for each head (svd) or a prompt policy such as snapkv"
+                f"{policy.name} drops other rows in each head, but {chain.basis.name} writes one row for several "
+                f"heads; use a basis for each head (svd) or a prompt policy such as snapkv"
             )
 
     @property

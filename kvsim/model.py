@@ -1,4 +1,4 @@
-"""A language model as numbers: one entry a layer, what it caches and which matrices it multiplies; not how to read a config."""
+"""A language model as numbers: one entry a layer, what it caches and multiplies; not how to read a config."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class Attention:
         n_heads: query heads. n_kv_heads: stored heads.
         k_dim, v_dim: stored values per head and token on each side.
         qk_dim, out_dim: widths of query-key products and of the output per head in prefill, where they differ (MLA).
-        index_dim: values per token of an indexer's key cache (DSA); selected: tokens that the indexer lets attend, 0 = all.
+        index_dim: values per token of an indexer's key cache (DSA).
+        selected: tokens that the indexer lets attend, 0 = all.
     """
 
     kind: AttentionKind
@@ -152,7 +153,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: at most one self-attention, one cross-attention, any states, its matrices and small vectors."""
+    """One decoder layer: at most one self-attention, one cross-attention, any states, matrices and small vectors."""
 
     attention: Attention | None = None
     cross: Attention | None = None
@@ -162,7 +163,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """The word that tables print: the attention's kind, `+state` for hybrids, `state` or `none` without attention."""
+        """The word that tables print: the attention's kind, `+state` for hybrids, else `state` or `none`."""
         if self.attention is None:
             return "cross" if self.cross else "state" if self.states else "none"
         return self.attention.kind + ("+state" if self.states else "")

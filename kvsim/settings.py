@@ -139,7 +139,8 @@ def _check_number(where: str, kinds: str, value: Any, low: float | None, high: f
     top = MAX_SETTING if high is None else high
     if value > top or (low is not None and value < low):
         raise KvsimError(
-            f"{where} must be {'at least ' + str(low) + ' and ' if low is not None else ''}at most {top}, got {shown(value)}"
+            f"{where} must be {'at least ' + str(low) + ' and ' if low is not None else ''}at most {top}, "
+            f"got {shown(value)}"
         )
 
 

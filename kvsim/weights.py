@@ -10,7 +10,7 @@ from kvsim.model import DTYPE_BITS, ModelSpec
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Bits a value of the layers' matrices; `embedding_bits` those of embeddings and head; `matmul` the product's dtype."""
+    """Bits a value of the layers' matrices, `embedding_bits` of embeddings and head; `matmul`: the product's dtype."""
 
     bits: float
     embedding_bits: float

@@ -22,9 +22,8 @@ def whole(value: Any, what: str, low: int = 0, high: int = MAX_COUNT) -> Count:
     array = np.asarray(value)
     if array.dtype == bool or array.dtype.kind not in "iuf":
         raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
-    if array.dtype.kind == "f":
-        if not np.all(np.isfinite(array)) or np.any(array != np.floor(array)):
-            raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
+    if array.dtype.kind == "f" and (not np.all(np.isfinite(array)) or np.any(array != np.floor(array))):
+        raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
     if array.size and (array.min() < low or array.max() > high):
         raise KvsimError(f"{what} must lie between {low} and {high}, got {shown(value)}")
     if array.ndim == 0:

@@ -30,7 +30,9 @@ class RandomProjection(Projection):
     @property
     def caution(self) -> str:
         """Johnson-Lindenstrauss needs r of about 8 ln n / eps^2 for a distortion eps: more than the width."""
-        return "random projections keep distances only at ranks above the width (8 ln n / eps^2); a fitted basis is better"
+        return (
+            "random projections keep distances only at ranks above the width (8 ln n / eps^2); a fitted basis is better"
+        )
 
     def latent(self, place: Place) -> Latent:
         """rank coefficients for each head."""

@@ -34,7 +34,7 @@ class Window(TokenPolicy):
 
     @property
     def caution(self) -> str:
-        """Attention parks its surplus on the first tokens: without them quality collapses (StreamingLLM, arXiv 2309.17453)."""
+        """Attention parks its surplus on the first tokens: without them quality collapses (arXiv 2309.17453)."""
         return "" if self.sinks else "a window without sinks ruins attention; keep the first tokens with sinks=4"
 
     def rows(self, prompt: Count, new: Count, place: Place) -> Rows:

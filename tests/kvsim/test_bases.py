@@ -235,7 +235,8 @@ def test_attention_in_the_latent():
 def test_writing_a_row():
     assert Cp(rank=50).write_work(K).arithmetic == 3 * (2 * 64 * 50 + 50) + 3 * 50 + 2 * 50 * 50
     # 64 -> 16 channels for 3 heads, 3 -> 2 heads, core 10 x 32, solve 10 x 10 both ways
-    assert Tucker(ranks=(10, 2, 16)).write_work(K).arithmetic == 2 * 3 * 16 * 64 + 2 * 3 * 16 * 2 + 2 * 32 * 10 + 2 * 100
+    by_hand = 2 * 3 * 16 * 64 + 2 * 3 * 16 * 2 + 2 * 32 * 10 + 2 * 100
+    assert Tucker(ranks=(10, 2, 16)).write_work(K).arithmetic == by_hand
     assert Nmf(rank=16).write_work(K).arithmetic == 3 * 2 * (2 * 64 * 16 + 20 * 2 * 16**2)
     assert Nmf(rank=16, sign="shift").write_work(K).arithmetic == 3 * (2 * 64 * 16 + 20 * 2 * 16**2)
     # Brand: 4 d r + 21 (r+1)^3 + 2 d r (r+1) a head, and the older rows turn: 2 r^2 each

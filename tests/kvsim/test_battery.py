@@ -33,7 +33,8 @@ def composed(text):
     try:
         return kvsim.parse_method(text)
     except KvsimError as reason:
-        assert "\n" not in str(reason)
+        told = str(reason)
+        assert "\n" not in told
         pytest.skip(str(reason))
 
 

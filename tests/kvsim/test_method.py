@@ -120,7 +120,8 @@ def test_any_text_is_a_method_or_one_line(text):
     try:
         method = parse_method(text)
     except KvsimError as error:
-        assert "\n" not in str(error)
+        told = str(error)
+        assert "\n" not in told
     else:
         assert parse_method(str(method)) == method
 
@@ -157,3 +158,8 @@ def test_every_part_states_what_it_is(name):
     assert part.source
     assert part.survey
     assert all(f.metadata.get("what") for f in part.settings())
+
+
+def test_a_preset_needs_its_settings_named():
+    with pytest.raises(KvsimError, match=r"fp8 is a preset, whose settings need their names \(.*\): 'e4m3' has none"):
+        parse_method("fp8(e4m3)")

@@ -142,7 +142,8 @@ def test_devices_share_weights_and_heads():
 
 def test_weight_formats_decide_what_fits():
     assert ask(weights="int4").weights_bytes < 0.4 * ask().weights_bytes
-    # llama-3.1-8b: 6,979,321,856 in the layers' matrices at 8 bits, embeddings and head 2 x 525,336,576 at 16, 266,240 norms
+    # llama-3.1-8b: 6,979,321,856 in the layers' matrices at 8 bits, embeddings and head 2 x 525,336,576 and 266,240
+    # of norms at 16
     assert weights_bytes(LLAMA, "fp8") == 6_979_321_856 + 2 * (2 * 525_336_576 + 266_240)
     with pytest.raises(KvsimError, match="did you mean 'q4_k_m'"):
         ask(weights="q4_km")
@@ -264,7 +265,7 @@ def test_states_are_updated_side_by_side():
     assert 2 * 0.48 < record.prefill.seconds < 2 * 1.0
 
 
-@pytest.mark.parametrize("device", ["h100-sxm", "h200-sxm", "a100-sxm-80gb", "b200-sxm", "rtx-4090", "mi300x", "tpu-v6e"])
+@pytest.mark.parametrize("device", ["h100-sxm", "h200-sxm", "a100-sxm-80gb", "b200-sxm", "rtx-4090", "mi300x"])
 def test_fewer_bits_of_weights_make_a_small_batch_faster(device):
     # at batch 1 a step reads the weights: 4 bits are a quarter of 16 (W4A16 kernels give 1.5 to 3 times in practice)
     bf16, int8, int4 = (
