@@ -267,7 +267,11 @@ def _preset(name: str, arguments: list[tuple[str, Any]]) -> Method:
         return method
     own = method.parts()
     names = list(dict.fromkeys(f.name for p in own for f in p.settings()))
-    for key, value in _named(name, names, [(k or "?", v) for k, v in arguments]):
+    bare = next((v for k, v in arguments if not k), None)
+    if bare is not None:
+        known = ", ".join(names)
+        raise KvsimError(f"{name} is a preset, whose settings need their names ({known}): {shown(bare)} has none")
+    for key, value in _named(name, names, arguments):
         tokens = _changed(method.tokens, key, value)
         k, v = (
             Chain(

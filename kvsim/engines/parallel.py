@@ -22,7 +22,6 @@ REPLICATED = ("router", "q_a", "kv_a", "wk", "weights", "wq_b", "shared_expert_g
 """Matrices that every rank holds whole: routers, MLA's down-projections, the indexer."""
 
 
-
 @dataclass(frozen=True)
 class ParallelLayout:
     """Ranks of one server.

@@ -14,6 +14,7 @@ from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile, load_device
 from kvsim.model import ModelSpec
 from kvsim.weights import default_weights, weight_format
+from kvsim.workload import whole
 
 GIB = 2**30
 DRIVER_BYTES, DRIVER_SHARE = int(0.36 * GIB), 0.002
@@ -148,3 +149,10 @@ def _widest(model: ModelSpec, group: int, layout: ParallelLayout) -> int:
     mixers = ("q", "k", "v", "q_b", "kv_b", "in_proj", "qkv")
     projections = sum(m.out_features for m in layer.matrices if core(m.name) in mixers)
     return max(-(-3 * inner // (2 * layout.tensor)), -(-projections // layout.attention_ranks))
+
+
+def too_long(tokens: int, length: int | None, flag: str) -> list[str]:
+    """A note where one request of the length that a server is told to take exceeds its pool."""
+    if length is None or int(whole(length, flag, low=1)) <= tokens:
+        return []
+    return [f"the pool of {tokens} tokens is shorter than {flag} {length}: longer requests are turned away"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsim.engines.parallel import ParallelLayout, rank_attention, rank_states, stages
-from kvsim.engines.pool import GIB, device_pool, fraction, positive_bytes, shared
+from kvsim.engines.pool import GIB, device_pool, fraction, positive_bytes, shared, too_long
 from kvsim.engines.result import Cache, Memory
 from kvsim.engines.support import check_sizes, realised_format
 from kvsim.errors import KvsimError, did_you_mean, shown
@@ -59,6 +59,8 @@ def memory(
     mamba_ssm_dtype: str = "float32",
     swa_full_tokens_ratio: float = SWA_RATIO,
     disable_hybrid_swa_memory: bool = False,
+    context_length: int | None = None,
+    max_running_requests: int | None = None,
     weights: str | None = None,
     version: str | None = None,
 ) -> Memory:
@@ -75,6 +77,7 @@ def memory(
             cache share. mamba_ssm_dtype: SGLang keeps the recurrent state in float32 unless told otherwise.
         swa_full_tokens_ratio: window layers get this share of the full layers' tokens; disable_hybrid_swa_memory
             charges them in full, as SGLang does for architectures it does not know as hybrid (Gemma 2 and 3).
+        context_length: beyond the pool it is warned of; max_running_requests allocates no rows.
         version: before 0.5.4 the print of sparse attention left the indexer out; only a warning depends on it.
 
     Raises KvsimError for heads that do not divide, an unknown dtype, or neither tokens, pool_bytes nor device.
@@ -106,6 +109,9 @@ def memory(
     count = int(whole(tokens, "tokens"))
     if not count and pool is not None and full.layers and not refused:
         refused = f"SGLang would not start: {pool} bytes hold no token of {full.bytes + window.bytes} bytes"
+    notes += too_long(count, context_length, "context_length")
+    if max_running_requests is not None:
+        whole(max_running_requests, "max_running_requests", low=1)
     caches = _caches(full, window, count, page, ratio)
     states: tuple[Cache, ...] = ()
     if slot and slots is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsim.engines.parallel import ParallelLayout, rank_attention, stages
-from kvsim.engines.pool import device_pool, fraction, positive_bytes, shared
+from kvsim.engines.pool import device_pool, fraction, positive_bytes, shared, too_long
 from kvsim.engines.result import Cache, Memory
 from kvsim.engines.support import check_sizes, realised_format
 from kvsim.errors import KvsimError, did_you_mean, shown
@@ -33,6 +33,8 @@ def memory(
     kv_cache_dtype: str = "auto",
     tp_size: int = 1,
     pp_size: int = 1,
+    max_seq_len: int | None = None,
+    max_batch_size: int | None = None,
     weights: str | None = None,
     version: str | None = None,
 ) -> Memory:
@@ -44,6 +46,7 @@ def memory(
         max_tokens: a limit on tokens (also alone, where the pool is not known); the smaller of the two holds.
         tokens_per_block: default 32 (64 in engines of 0.10 to 0.16 and 128 before: version).
         kv_cache_dtype: auto, fp16, fp8, int8, nvfp4.
+        max_seq_len: beyond the pool it is warned of; max_batch_size allocates no blocks.
 
     Blocks are ceil(share / block bytes), so a pool can exceed the share by up to one block.
     Raises KvsimError for heads that do not divide, an unknown dtype, or neither free_bytes, device nor max_tokens.
@@ -79,8 +82,10 @@ def memory(
     if not limits:
         raise KvsimError("tensorrt-llm memory needs free_bytes, device or max_tokens")
     blocks = min(limits)
-    notes += _notes(model)
     rows = blocks * block
+    notes += [*_notes(model), *too_long(rows, max_seq_len, "max_seq_len")]
+    if max_batch_size is not None:
+        whole(max_batch_size, "max_batch_size", low=1)
     stateful = any(x.states for x, _ in model.groups)
     return Memory(
         "tensorrt-llm", kv_bytes=rows * (k + v), k_bytes=rows * k, v_bytes=rows * v,

@@ -1,10 +1,13 @@
 """A fit for a server: its own bytes, its own refusals, and flags that give back what was predicted."""
 
+import json
 import shlex
 
 import pytest
+from click.testing import CliRunner
 
 from kvsim import Workload, fit, load_device, load_model, memory
+from kvsim.cli import main
 from kvsim.engines import held_bytes, memory_share
 from kvsim.errors import KvsimError
 
@@ -89,3 +92,26 @@ def test_nothing_is_asked_of_no_engine():
     assert (found.engine_flags, found.engine_bytes) == (None, None)
     with pytest.raises(KvsimError, match="no flags known here"):
         chosen("llama-3.1-8b", "exllamav2")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+def test_the_flags_of_a_fit_are_read_back(engine):
+    found = chosen("llama-3.1-8b", engine, prompt=8_000)
+    flags = found.engine_flags.partition(" #")[0].split()
+    done = CliRunner().invoke(main, ["memory", "--engine", engine, "--model", "llama-3.1-8b", "--device", "h100-sxm",
+                                     "--json", *flags])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["kv_bytes"] > found.engine_bytes * 0.9
+
+
+@pytest.mark.parametrize(("engine", "length"), [("sglang", "context_length"), ("tensorrt-llm", "max_seq_len")])
+def test_a_request_longer_than_the_pool_is_warned_of(engine, length):
+    pool = {"sglang": "tokens", "tensorrt-llm": "max_tokens"}[engine]
+    short, enough = (memory(engine, LLAMA, **{pool: 1024, length: n}) for n in (1025, 1024))
+    assert f"the pool of 1024 tokens is shorter than {length} 1025" in short.warnings[-1]
+    assert not any("shorter than" in w for w in enough.warnings)
+    with pytest.raises(KvsimError, match=length):
+        memory(engine, LLAMA, **{pool: 1024, length: 0})
+    requests = {"sglang": "max_running_requests", "tensorrt-llm": "max_batch_size"}[engine]
+    with pytest.raises(KvsimError, match=requests):
+        memory(engine, LLAMA, **{pool: 1024, requests: 0})
