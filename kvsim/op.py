@@ -14,6 +14,8 @@ from kvsim.kernels import kernel_family
 
 Named = tuple[tuple[str, float], ...]
 """Names of parts of a piece of work, and the share of each."""
+PART = "part"
+"""The kernel family under which a device lists parts by name."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
         product = _product if np.ndim(op.m) == np.ndim(op.n) == 0 else _product.__wrapped__
         return [product(hardware, op.m, op.n, op.k, op.dtype)]
     known = _measured_kernels(hardware, op.kind)
-    named = [(key, share) for key, share in op.keys if ("", key) in known]
+    named = [(key, share) for key, share in op.keys if (PART, key) in known]
     if named:
         return [_own_time(hardware, op, key, share) for key, share in named]
     if op.only_known:
@@ -90,7 +92,7 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
         one = cost.kernel_seconds(hardware, op.kind, kernel_work(op, eager), format=form, conversion=how, kernel=kernel)
         times.append(_scaled(one, (op.pieces if eager else 1) / len(op.formats)))
         if eager:
-            adds = [(key, share) for key, share in op.adds if ("", key) in known]
+            adds = [(key, share) for key, share in op.adds if (PART, key) in known]
             times += [_own_time(hardware, on_top(op), key, share / len(op.formats)) for key, share in adds]
     return times
 
@@ -102,8 +104,9 @@ def on_top(op: Op) -> Op:
 
 def _own_time(hardware: HardwareProfile, op: Op, key: str, share: float) -> cost.Seconds:
     """The time of a part that the device knows by name."""
-    return _scaled(cost.kernel_seconds(hardware, op.kind, kernel_work(op, True), format=key, conversion="none"),
-                   share * op.pieces)
+    work = kernel_work(op, True)
+    one = cost.kernel_seconds(hardware, op.kind, work, format=key, conversion="none", kernel=PART)
+    return _scaled(one, share * op.pieces)
 
 
 def _scaled(one: cost.Seconds, by: Any) -> cost.Seconds:
@@ -112,9 +115,8 @@ def _scaled(one: cost.Seconds, by: Any) -> cost.Seconds:
 
 @lru_cache(maxsize=512)
 def _measured_kernels(hardware: HardwareProfile, op: str) -> frozenset[tuple[str, str]]:
-    """(kernel family, format) of a device's coefficients for an op, and ("", format) of any family."""
-    rows = [c for c in hardware.coefficients if c.op == op]
-    return frozenset((kernel_family(c.kernel)[2], c.format) for c in rows) | frozenset(("", c.format) for c in rows)
+    """(kernel family, format) of a device's coefficients for an op."""
+    return frozenset((kernel_family(c.kernel)[2], c.format) for c in hardware.coefficients if c.op == op)
 
 
 @lru_cache(maxsize=8192)

@@ -14,6 +14,7 @@ from kvsim.method_work import attention_adds, prompt_work, step_work, stores_of
 from kvsim.model import Attention, Layer, Matrix, ModelSpec
 from kvsim.op import Op
 
+SMALL = "norms, rotation, activation"
 SMALL_KERNELS = 5
 """Kernels of a layer that only stream activations: two norms, rotation and cache write, activation, residual."""
 
@@ -61,12 +62,18 @@ def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtyp
             yield matmul_op(matrix, tokens, count, dtype)
         values = 6 * model.hidden_size + sum(m.out_features * m.active for m in group.layer.matrices)
         yield Op(
-            "norms, rotation, activation",
+            SMALL,
             "elementwise",
             SMALL_KERNELS * count,
             bytes=tokens * (2.0 * values / SMALL_KERNELS),
             keys=(("activations", 1.0),),
         )
+
+
+def around_layers(model: ModelSpec, tokens: Any) -> Op:
+    """Embedding, masks and the last norm: once a pass, where a device has measured it."""
+    moved = 6.0 * tokens * model.hidden_size
+    return Op(SMALL, "elementwise", bytes=moved, keys=(("around layers", 1.0),), only_known=True)
 
 
 def head(model: ModelSpec, rows: Any, dtype: str) -> Iterator[Op]:
@@ -80,6 +87,7 @@ def decode_ops(
 ) -> Iterator[Op]:
     """One step of the whole batch: the step that writes row N."""
     yield from products(model, groups, batch, dtype)
+    yield around_layers(model, batch)
     for group in groups:
         count = len(group.indices)
         for layout, name in ((group.reads, "attention"), (group.cross, "cross-attention")):
@@ -102,6 +110,7 @@ def prefill_ops(
 ) -> Iterator[Op]:
     """The whole prompt in one pass; the head sees the last token of each sequence."""
     yield from products(model, groups, batch * prompt, dtype)
+    yield around_layers(model, batch * prompt)
     for group in groups:
         count = len(group.indices)
         if group.layer.attention is not None:

@@ -18,14 +18,16 @@ import torch
 from kvsim.coefficients import Coefficient
 from kvsim.errors import KvsimError
 from kvsim.hardware import HardwareProfile
+from kvsim.method import Method
 from kvsim.op import Op
 from kvsim.prediction import phase_ops
 from kvsim.record import Case
 from kvsim.workload import Workload
+from runtime.cache import spec_of
 from runtime.calibration_fits import (
     LAYERS,
     Origin,
-    activation_row,
+    activation_rows,
     layer_rows,
     prefill_rows,
     product_rows,
@@ -35,9 +37,13 @@ from runtime.calibration_plan import FULL, QUICK, SHAPES, Plan
 from runtime.device import Machine, edition_name, this_machine
 from runtime.microbench import DTYPES, Point, launch, layer, prefill, products, streams
 from runtime.profile_file import checked, facts_of, text_of, write
+from runtime.random_model import random_model
+from runtime.running_model import run
 from runtime.timing import Bench, clock_name, pinned_threads
 from runtime.watch import REST
 
+DEPTHS = (2, 6)
+"""Layers of the models whose difference shows what one layer costs."""
 Tell = Callable[[str], None]
 
 
@@ -52,16 +58,19 @@ class Calibration:
         self.machine, self.name, self.plan, self.tell = machine, name, plan, tell
         self.device = torch.device("cuda" if machine.kind == "gpu" else "cpu")
         cache = machine.last_level_cache_bytes
-        self.bench = Bench(self.device, min(max(3 * cache, 2**26), 2**29), plan.budget_s)
+        self.bench = Bench(self.device, min(max(2 * cache, 2**26), 2**29), plan.budget_s)
         self.points: list[Point] = []
         self.date = datetime.date.today().isoformat()
 
     def steps(self) -> int:
         """How many times `tell` will be called."""
-        return 4 + sum(count for _, count in self.plan.methods) + len(self.plan.models)
+        return 5 + sum(count for _, count in self.plan.methods) + len(DEPTHS) * len(self.plan.models)
 
     def run(self) -> str:
         """Measure everything; the profile's text."""
+        self.tell("kernels")
+        if self.plan.methods:
+            layer(self.bench, "int(bits=4)", SHAPES[0], "fp32", LAYERS)  # what is compiled at first use, is now
         self._take("streams", streams(self.bench, self.plan.streams))
         self.tell("launches")
         floor = launch(self.bench)
@@ -79,7 +88,7 @@ class Calibration:
             file.write_text(self._text([]), encoding="utf-8")
             measured = [p for p in self.points if p.what == "matmul"]
             rows += [replace(c, devices=(self.name,)) for c in product_rows(origin, measured, str(file))]
-        rows += activation_row(origin, list(self._models(draft)))
+        rows += activation_rows(origin, list(self._models(draft)))
         rows.append(stream_row(origin, self.points, floor))
         self.points += [floor, *found, *layers]
         return self._text(rows)
@@ -94,27 +103,27 @@ class Calibration:
             for shape in SHAPES[:count]:
                 self.tell(method)
                 try:
-                    yield from layer(self.bench, method, shape, "fp32", LAYERS)
+                    found = layer(self.bench, method, shape, "fp32", LAYERS)
+                    yield from found
+                    if any(dict(p.work)["path"] == "fused" for p in found):
+                        # what no kernel takes in whole (a policy that looks at weights) is decoded without one
+                        slow = layer(self.bench, method, shape, "fp32", LAYERS, eager=True)
+                        yield from (p for p in slow if p.what == "decode attention")
                 except KvsimError as refused:
                     self.tell(f"{method} left out: {refused}")
                     break
 
-    def _models(self, draft: HardwareProfile) -> Iterator[tuple[Op, float]]:
-        """The small kernels of small models, as predicted and as they were."""
-        from kvsim.method import Method
-        from runtime.cache import spec_of
-        from runtime.random_model import random_model
-        from runtime.running_model import run
-
+    def _models(self, draft: HardwareProfile) -> Iterator[tuple[Op, Op, float]]:
+        """The small kernels of models with few and with more layers, as predicted and as they were."""
         for config, batch, prompt in self.plan.models:
-            self.tell("small kernels")
-            model = random_model(config)
-            ran = run(model, Method(), batch=batch, prompt=prompt, steps=8)
-            case = Case(replace(spec_of(model), dtype="fp32"), draft, Method(), Workload(batch, prompt, 0))
-            for phase, lines in (("prefill", ran.prefill_lines), ("decode", ran.decode_lines)):
-                for op in phase_ops(case, phase):  # type: ignore[arg-type]
-                    if op.name == REST:
-                        yield op, lines[REST].seconds
+            for layers in DEPTHS:
+                self.tell("small kernels")
+                model = random_model(config, layers=layers)
+                ran = run(model, Method(), batch=batch, prompt=prompt, steps=10)
+                case = Case(replace(spec_of(model), dtype="fp32"), draft, Method(), Workload(batch, prompt, 0))
+                for phase, lines in (("prefill", ran.prefill_lines), ("decode", ran.decode_lines)):
+                    ops = {op.keys[0][0]: op for op in phase_ops(case, phase) if op.name == REST}  # type: ignore[arg-type]
+                    yield ops["activations"], ops["around layers"], lines[REST].seconds
 
     # -- the file ------------------------------------------------------------------------------------------------
 

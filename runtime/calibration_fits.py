@@ -14,7 +14,7 @@ from kvsim.coefficients import Coefficient
 from kvsim.fitting import FEW, fit, quantiles
 from kvsim.hardware import HardwareProfile
 from kvsim.measured import Table
-from kvsim.op import Op, on_top, op_seconds
+from kvsim.op import PART, Op, on_top, op_seconds
 from kvsim.prediction import phase_ops
 from kvsim.record import Case
 from runtime.calibration_plan import PLAIN_POLICIES
@@ -24,7 +24,9 @@ from runtime.watch import REST
 
 LAYERS = 4
 """Layers of the model whose last one is measured: policies that spare the first ones show there what they do."""
-SDPA, EAGER, FUSED, PART = "torch/sdpa", "kvsim/eager", "kvsim/fused", "kvsim/part"
+SDPA, EAGER, FUSED, PARTS = "*/sdpa", "*/eager", "*/fused", f"*/{PART}"
+WORTH = 0.03
+"""Share of the eager kernel's time above which a part on top of it is worth a row."""
 NOISE = 0.03
 """Log widening of every interval beyond what fits left: another run of the same machine differs by as much."""
 
@@ -96,12 +98,11 @@ def layer_rows(origin: Origin, points: Sequence[Point], dtype: str, prefills: li
         # a part alone has one name; with corrections the last name is the new one
         if main is not None and main.keys:
             other = sum(float(t.seconds) for op in ops.values() if op is not main for t in op_seconds(device, op))
-            left = max(p.seconds - other, 0.1 * p.seconds)
-            by_key[main.keys[-1][0]].append(Sample(main, left, str(dict(p.work)["method"])))
+            by_key[main.keys[-1][0]].append(Sample(main, p.seconds - other, str(dict(p.work)["method"]), other))
     known: dict[str, Coefficient] = {}
     for key, samples in sorted(by_key.items(), key=lambda item: max(len(s.op.keys) for s in item[1])):
         own = _without_known(replace(device, own_coefficients=(*known.values(), _any(origin))), samples, key)
-        known[key] = fitted(origin.device, origin.base("elementwise", PART, key), own)
+        known[key] = fitted(origin.device, origin.base("elementwise", PARTS, key), own)
     return [*_pooled(rows), *_pooled(list(known.values()))]
 
 
@@ -115,7 +116,7 @@ def _without_known(device: HardwareProfile, samples: list[Sample], key: str) -> 
     for s in samples:
         others = tuple((name, share) for name, share in s.op.keys if name != key)
         took = sum(float(t.seconds) for t in op_seconds(device, replace(s.op, keys=others, only_known=True)))
-        found.append(replace(s, seconds=max(s.seconds - took, 0.1 * s.seconds)))
+        found.append(replace(s, seconds=s.seconds - took, paid=s.paid + took))
     return found
 
 
@@ -126,7 +127,7 @@ def _formats(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coeffi
         w = dict(p.work)
         for op in ops_of(origin.device, p, dtype):
             policy = op.adds[-1][0].split()[0] if op.adds else ""
-            family = SDPA if not op.kernels else FUSED if str(w["path"]).startswith("fused") else EAGER
+            family = SDPA if not op.kernels else FUSED if w["path"] == "fused" else EAGER
             if not op.adds or (family != SDPA and policy in PLAIN_POLICIES):
                 groups[family, op.formats[0][0]].append(Sample(op, p.seconds, str(w["method"])))
     order = (SDPA, FUSED, EAGER)
@@ -140,22 +141,35 @@ def _on_top(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coeffic
     for p in points:
         w = dict(p.work)
         for op in ops_of(origin.device, p, dtype):
-            if op.adds and str(w["path"]).startswith("eager") and op.adds[-1][0].split()[0] not in PLAIN_POLICIES:
-                rest = p.seconds - sum(float(t.seconds) for t in op_seconds(origin.device, op))
-                groups[op.adds[-1][0]].append(Sample(on_top(op), rest, str(w["method"])))
+            if op.adds and w["path"] == "eager" and op.adds[-1][0].split()[0] not in PLAIN_POLICIES:
+                paid = sum(float(t.seconds) for t in op_seconds(origin.device, op))
+                groups[op.adds[-1][0]].append(Sample(on_top(op), p.seconds - paid, str(w["method"]), paid))
     found = []
     for key, samples in groups.items():
         # where a part makes attention faster than the plain eager kernel, nothing is added
-        if np.median([s.seconds for s in samples]) > 0:
-            kept = [replace(s, seconds=max(s.seconds, 1e-6)) for s in samples]
-            found.append(fitted(origin.device, origin.base("decode", PART, key), kept))
+        if np.median([s.seconds / s.paid for s in samples]) > WORTH:
+            found.append(fitted(origin.device, origin.base("decode", PARTS, key), samples))
     return found
 
 
-def activation_row(origin: Origin, samples: Sequence[tuple[Op, float]]) -> list[Coefficient]:
-    """Small kernels of a layer, and the Python around them."""
-    own = [Sample(op, seconds / float(op.count)) for op, seconds in samples]
-    return [_widened(fitted(origin.device, origin.base("elementwise", PART, "activations"), own))]
+def activation_rows(origin: Origin, samples: Sequence[tuple[Op, Op, float]]) -> list[Coefficient]:
+    """Small kernels of a layer and the Python around them; and what a pass does once, around its layers.
+
+    samples: (a layer's kernels, the once part, seconds of both) for models of few and of many layers.
+    """
+    inside: list[Sample] = []
+    once: list[Sample] = []
+    by_work: dict[tuple[float, float], list[tuple[Op, Op, float]]] = defaultdict(list)
+    for each, around, seconds in samples:
+        by_work[float(each.bytes), float(around.bytes)].append((each, around, seconds))
+    for alike in by_work.values():
+        (few, around, short), *_, (many, _, long) = sorted(alike, key=lambda s: float(s[0].count))
+        per = max((long - short) / (float(many.count) - float(few.count)), 1e-7)
+        inside.append(Sample(few, per, paid=0.0))
+        once.append(Sample(around, max(short - per * float(few.count), 1e-6), paid=per * float(few.count)))
+    rows = [fitted(origin.device, origin.base("elementwise", PARTS, "activations"), inside),
+            fitted(origin.device, origin.base("elementwise", PARTS, "around layers"), once)]
+    return [_widened(c) for c in rows]
 
 
 def stream_row(origin: Origin, points: Sequence[Point], launch: Point) -> Coefficient:

@@ -14,7 +14,7 @@ PROMPTS = (Shape(1, 3, 3, 64, 256), Shape(1, 3, 3, 64, 1024), Shape(1, 8, 4, 128
            Shape(1, 8, 4, 128, 1536), Shape(1, 2, 7, 64, 2048))
 
 FORMATS = ("int(bits=8)", "int(bits=4)", "int(bits=2)", "int(bits=3)", "float8(kind=e4m3,scale=none)", "q8_0", "q4_0",
-           "q5_0", "iq4_nl", "kmeans(bits=4)", "log(bits=4)", "rotated(bits=4)", "rotated(bits=3)", "nvfp4",
+           "q5_0", "iq4_nl", "kmeans(bits=4)", "log(bits=4)", "rotated(bits=2)", "rotated(bits=3)", "nvfp4",
            "mxfp(bits=4)", "mxfp(bits=8)", "mixed")
 POLICIES = ("snapkv(budget=0.5)", "topk(budget=0.5)", "pages(size=16,top=256)", "stride", "tiers", "multiscale",
             "window(sinks=4,recent=252)", "h2o(budget=0.5)", "tova(budget=0.5)", "scissorhands(budget=0.5)",

@@ -31,11 +31,15 @@ SLOTS = 0.25
 
 @dataclass(frozen=True)
 class Sample:
-    """One op as it was measured: seconds of one call of it, and of what method and shape."""
+    """One op as it was measured: seconds of one call of it, and of what method.
+
+    paid: seconds of the same line that other coefficients pay for: errors are relative to both together.
+    """
 
     op: Op
     seconds: float
     label: str = ""
+    paid: float = 0.0
 
 
 def predicted(device: HardwareProfile, c: Coefficient, samples: Sequence[Sample], own: bool) -> Floats:
@@ -58,7 +62,8 @@ def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sampl
     errors = []
     for index, one in enumerate(samples):
         others = [s for i, s in enumerate(samples) if i != index]
-        errors.append(np.log(one.seconds / predicted(device, _fit(device, base, others, own), [one], own)[0]))
+        there = predicted(device, _fit(device, base, others, own), [one], own)[0]
+        errors.append(np.log(max(one.seconds + one.paid, 1e-9) / (there + one.paid)))
     return np.array(errors)
 
 
@@ -86,24 +91,24 @@ def _columns(device: HardwareProfile, base: Coefficient, samples: Sequence[Sampl
 
 
 def _fit(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool) -> Coefficient:
-    from scipy.optimize import lsq_linear
+    from scipy.optimize import nnls
 
-    seconds = np.array([s.seconds for s in samples])
+    seconds, total = (np.array([s.seconds + extra * s.paid for s in samples]) for extra in (0.0, 1.0))
     columns = _columns(device, base, samples, own)
-    fixed = {name: low for name, (_, low, high) in columns.items() if low == high}
-    free = [name for name in columns if name not in fixed]
-    left = seconds - sum((columns[name][0] * price for name, price in fixed.items()), start=np.zeros(len(seconds)))
-    matrix = np.stack([columns[name][0] for name in free], axis=1)
-    low, high = (np.array([columns[name][i] for name in free]) for i in (1, 2))
-    scale = np.abs(matrix).max(axis=0)
-    weight = 1.0 / seconds
+    matrix = np.stack([column for column, _, _ in columns.values()], axis=1)
+    low, high = (np.array([bounds[i] for bounds in columns.values()]) for i in (1, 2))
+    # what is beyond the least price is found; a price that cannot be anything else has nothing beyond it
+    free = high > low
+    left = seconds - matrix @ low
+    scale = np.where(free, np.abs(matrix).max(axis=0), 1.0)
+    spare = np.where(free, matrix / scale, 0.0)
+    weight = 1.0 / total
     for _ in range(ROUNDS):
-        rows = (matrix / scale) * weight[:, None]
-        found = lsq_linear(rows, left * weight, bounds=(low * scale, high * scale * (1 + 1e-9)))
-        residual = np.abs((matrix / scale) @ found.x - left) / seconds
-        weight = 1.0 / seconds / np.sqrt(np.maximum(residual, 0.02))
-    prices = dict(zip(free, found.x / scale, strict=True)) | fixed
-    return _priced(device, base, prices)
+        found, _ = nnls(spare * weight[:, None], left * weight)
+        residual = np.abs(spare @ found - left) / total
+        weight = 1.0 / total / np.sqrt(np.maximum(residual, 0.02))
+    prices = np.minimum(low + found / scale * free, high)
+    return _priced(device, base, dict(zip(columns, prices.tolist(), strict=True)))
 
 
 def _priced(device: HardwareProfile, base: Coefficient, prices: dict[str, float]) -> Coefficient:

@@ -162,12 +162,12 @@ def print_measured(record: Record, predicted: Record | None) -> None:
     """Lines of both phases, predicted beside measured where there is a prediction."""
     from rich.console import Console
 
-    from kvsim.report import Column, duration, size, table
+    from kvsim.report import Column, duration, say, size, table
 
     out = Console()
     case = record.case
-    out.print(f"{case.model.name} on {case.hardware.name}: {case.method}, {case.workload.batch} x "
-              f"{case.workload.prompt_tokens} + {case.workload.new_tokens} tokens", highlight=False)
+    say(out, f"{case.model.name} on {case.hardware.name}: {case.method}, {case.workload.batch} x "
+             f"{case.workload.prompt_tokens} + {case.workload.new_tokens} tokens")
     rows: list[tuple[str, ...]] = []
     for phase in ("prefill", "decode"):
         timing: Timing = getattr(record, phase)
@@ -181,6 +181,6 @@ def print_measured(record: Record, predicted: Record | None) -> None:
     table(out, (Column("phase"), Column("line"), Column("measured", right=True), Column("5-95%", right=True),
                 Column("predicted", right=True), Column("off", right=True)), rows)
     for name, value in record.memory:
-        out.print(f"{name}: {size(value)}", highlight=False)
+        say(out, f"{name}: {size(value)}")
     for warning in record.warnings:
-        out.print(f"note: {warning}", style="yellow", highlight=False)
+        say(out, f"note: {warning}", style="yellow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.nn import functional
 
 from kvsim.method import parse_method
 from runtime.attention import Rule
-from runtime.kernels import path
 from runtime.layers import CompressedLayer
 from runtime.sharing import Geometry, Surroundings
 from runtime.timing import Bench, Timed, summary, switches
 from runtime.watch import Watch, lines_of, watching
 
+WARM = 150
+"""Rows of the layer that keeps the code warm."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -77,16 +79,18 @@ def launch(bench: Bench) -> Point:
 
 
 def products(bench: Bench, shapes: Sequence[tuple[int, int, int]], dtype: str) -> Iterator[Point]:
-    """y[m, n] = x[m, k] w[n, k]^T as a model's linear layers do it, with weights that no cache holds."""
+    """y[m, n] = x[m, k] w[n, k]^T as a model's linear layers do it: other weights at each call, the code warm."""
     kind = DTYPES[dtype]
+    largest = max(n * k for _, n, k in shapes)
+    pool = torch.randn(max(largest, bench.filler.numel()), device=bench.device).to(kind)
     for m, n, k in shapes:
         x = torch.randn(m, k, device=bench.device).to(kind)
-        w = torch.randn(n, k, device=bench.device).to(kind)
+        weights = cycle(pool[: len(pool) // (n * k) * n * k].view(-1, n, k))
 
-        def product(x: Tensor = x, w: Tensor = w) -> Tensor:
-            return functional.linear(x, w)
+        def product(x: Tensor = x, weights: Iterator[Tensor] = weights) -> Tensor:
+            return functional.linear(x, next(weights))
 
-        yield Point.of("matmul", {"m": m, "n": n, "k": k, "dtype": dtype}, bench.time(product, least=3))
+        yield Point.of("matmul", {"m": m, "n": n, "k": k, "dtype": dtype}, bench.time(product, least=3, cold=False))
 
 
 def prefill(bench: Bench, shapes: Sequence[Shape], dtype: str) -> Iterator[Point]:
@@ -101,28 +105,36 @@ def prefill(bench: Bench, shapes: Sequence[Shape], dtype: str) -> Iterator[Point
         yield Point.of("prefill", {**s.work, "format": dtype}, bench.time(attention, least=3))
 
 
-def layer(bench: Bench, method: str, shape: Shape, dtype: str, layers: int, steps: int = 6) -> list[Point]:
+def layer(
+    bench: Bench, method: str, shape: Shape, dtype: str, layers: int, steps: int = 6, eager: bool = False
+) -> list[Point]:
     """The last of `layers` layers of a compressed cache: its lines in prefill (without attention) and in decode steps.
 
-    The same code runs as in a model, on random rows, with caches emptied before each step.
+    The same code runs as in a model, on random rows, with caches emptied before each step. eager: no compiled kernels.
     """
     parsed = parse_method(method)
     kind, where = DTYPES[dtype], bench.device
     geometry = Geometry(shape.heads * shape.group, shape.heads, shape.head_dim, shape.head_dim, 0, layers - 1, layers)
-    one = CompressedLayer(parsed.at(layers - 1, layers), geometry, Surroundings(kind, where))
-    rule, watch = Rule(shape.head_dim**-0.5), Watch(where)
+    own = parsed.at(layers - 1, layers)
+    one, other = (CompressedLayer(own, geometry, Surroundings(kind, where)) for _ in "ab")
+    rule, watch = Rule(shape.head_dim**-0.5), Watch(where, eager)
+    small = Shape(1, shape.heads, shape.group, shape.head_dim, WARM)
     with torch.no_grad(), watching(watch):
+        _feed(other, small, WARM, rule)
+        watch.clear()
         lost = switches()
         _feed(one, shape, shape.rows, rule)
         took, clean = lines_of(watch.seconds, parsed, "prefill"), float(switches() == lost)
         laps: list[tuple[dict[str, float], int]] = []
         for _ in range(steps + 1):
+            # rows come from memory as between two layers of a model, the code does not: another layer has just run it
             bench.evict()
+            _feed(other, small, 1, rule)
             watch.clear()
             lost = switches()
             _feed(one, shape, 1, rule)
             laps.append((lines_of(watch.seconds, parsed, "decode"), switches() - lost))
-    said = {**shape.work, "prompt": shape.rows, "method": method, "path": path(one.pieces[0].store)}
+    said = {**shape.work, "prompt": shape.rows, "method": method, "path": "fused" if watch.fused else "eager"}
     found = [Point(f"prefill {name}", tuple(said.items()), seconds, 1.0, clean)
              for name, seconds in took.items() if name != "attention"]
     said["rows"] = shape.rows + (steps + 1) // 2

@@ -34,7 +34,7 @@ from runtime.validation_stats import figures, inside, what
 
 METHODS = (
     "full", "int(bits=4,group=32)", "int(bits=8,symmetric=true)", "kivi-4", "kivi-2", "k:int(bits=8) v:int(bits=4)",
-    "k4v2", "q4_1", "fp8(scale=row)", "turboquant-4", "svd(rank=48)", "svd(rank=24) | int(bits=4)",
+    "k4v2", "q4_1", "fp8(scale=row)", "turboquant-3", "svd(rank=48)", "svd(rank=24) | int(bits=4)",
     "random_projection(rank=48)", "snapkv(budget=0.25)", "snapkv(budget=0.5) | int(bits=4)", "h2o(budget=0.2)",
     "h2o(budget=0.5) | int(bits=8)", "tova(budget=0.25)", "window(sinks=4,recent=300)",
     "window(sinks=4,recent=508) | int(bits=4)", "pyramid(budget=0.25) | q8_0", "topk(budget=0.25) | int(bits=2)",
@@ -188,11 +188,11 @@ def print_validation(found: dict[str, Any]) -> None:
     """Figures by line, the worst misses, the order, and whether the machine let itself be measured."""
     from rich.console import Console
 
-    from kvsim.report import Column, duration, table
+    from kvsim.report import Column, duration, say, table
 
     out = Console()
-    out.print(f"{found['profile']['name']}: {found['model']}, {found['layers']} layers, {found['dtype']}, "
-              f"{found['threads']} threads ({found['clock']}), {found['date']}", highlight=False)
+    say(out, f"{found['profile']['name']}: {found['model']}, {found['layers']} layers, {found['dtype']}, "
+             f"{found['threads']} threads ({found['clock']}), {found['date']}")
 
     def percent(value: float) -> str:
         return f"{100 * value:.1f}%"
@@ -209,12 +209,12 @@ def print_validation(found: dict[str, Any]) -> None:
     for name, key in (("whole steps", "order"), ("attention", "attention_order")):
         tau = found["summary"][key]["tau"]
         said = f"Kendall tau {tau:.2f}" if tau is not None else "too few methods"
-        out.print(f"order of methods by {name}: {said}", highlight=False)
+        say(out, f"order of methods by {name}: {said}")
     for method, why in found["left_out"].items():
-        out.print(f"left out: {method}: {why}", style="yellow", highlight=False)
+        say(out, f"left out: {method}: {why}", style="yellow")
     if found["busy"]:
-        out.print(f"note: the machine is busy (repeats of a step spread by {found['spread']:.2f}): these errors are "
-                  "unreliable; validate again when it is quiet", style="bold yellow", highlight=False)
+        say(out, f"note: the machine is busy (repeats of a step spread by {found['spread']:.2f}): these errors are "
+                 "unreliable; validate again when it is quiet", style="bold yellow")
 
 
 def _miss(row: dict[str, Any]) -> float:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import runtime.attention
+import runtime.kernels
 import runtime.layers
 import runtime.prompt
 from kvsim.errors import KvsimError
@@ -41,12 +43,26 @@ POLICY_HOOKS = (("select", SELECT), ("merge", SELECT), ("start", SELECT), ("step
 
 
 class Watch:
-    """Seconds by name; what runs inside another watched piece counts for itself alone."""
+    """Seconds by name; what runs inside another watched piece counts for itself alone.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.now = device, clock(device)
-        self.on = True
+    eager: keep attention from compiled kernels. fused: whether one did the last step.
+    """
+
+    def __init__(self, device: torch.device, eager: bool = False) -> None:
+        self.device, self.now, self.eager = device, clock(device), eager
+        self.on, self.fused = True, False
         self.clear()
+
+    def note_kernel(self, decode: Callable[..., Any]) -> Callable[..., Any]:
+        """The entry to compiled kernels, which notes whether one was taken, or keeps from it."""
+
+        @wraps(decode)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found = None if self.eager else decode(*args, **kwargs)
+            self.fused = found is not None
+            return found
+
+        return noted
 
     def clear(self) -> None:
         """Forget everything."""
@@ -95,16 +111,22 @@ def _places() -> Iterator[tuple[Any, str, str]]:
 def watching(watch: Watch, hf_model: nn.Module | None = None, spec: ModelSpec | None = None) -> Iterator[Watch]:
     """Time the runtime's pieces, and the model's matrix products, while the block runs."""
     before = [(owner, attribute, vars(owner)[attribute], name) for owner, attribute, name in _places()]
+    decode = runtime.kernels.decode
+    entries = [where for where in (runtime.kernels, runtime.attention) if vars(where).get("decode") is decode]
     linear = list(_products(hf_model, spec)) if hf_model is not None and spec is not None else []
     try:
         for owner, attribute, work, name in before:
             setattr(owner, attribute, watch.wrap(work, name))
+        for where in entries:
+            vars(where)["decode"] = watch.note_kernel(decode)
         for module, name in linear:
             module.forward = watch.wrap(module.forward, name)  # type: ignore[method-assign]
         yield watch
     finally:
         for owner, attribute, work, _ in before:
             setattr(owner, attribute, work)
+        for where in entries:
+            vars(where)["decode"] = decode
         for module, _ in linear:
             del module.forward
 

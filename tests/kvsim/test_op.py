@@ -1,0 +1,96 @@
+"""One piece of work on devices that know it by name, on those that know a kernel for it, and on all others."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvsim
+from kvsim.coefficients import Coefficient
+from kvsim.op import Op, op_seconds
+
+PEAK, STREAM = 1e12, 1e10
+DEVICE = replace(kvsim.load_device("epyc-9654"), name="box", units=1, clock_hz=1e9, bandwidth_bytes_per_s=STREAM,
+                 peaks={"fp32": PEAK, "bf16": PEAK}, last_level_cache_bytes=0)
+
+
+def row(op, kernel, format, **more):
+    more = {"t0_s": 0.0, "bandwidth_share": 1.0, "flops_share": 1.0, "power": 1.0, "slots": 0.25} | more
+    return Coefficient(op, kernel, format, devices=("box",), source="test", date="2026-01-01", **more)
+
+
+def seconds(op, *rows, kernel=None):
+    return [float(t.seconds) for t in op_seconds(replace(DEVICE, own_coefficients=rows), op, kernel)]
+
+
+ANY = row("elementwise", "*", "*", t0_s=1e-6)
+READ = Op("attention", "decode", bytes=1e6, elements=1e6, flops=1e6, rows=2500.0, formats=(("int4", "unpack"),),
+          kernels=("fused", "eager"))
+
+
+def test_power_one_adds_what_power_eight_overlaps():
+    # bytes 1e6 / 1e10 = 100 us, flops 1e8 / 1e12 = 100 us
+    op = Op("x", "elementwise", bytes=1e6, flops=1e8)
+    assert seconds(op, row("elementwise", "*", "*")) == pytest.approx([200e-6])
+    assert seconds(op, row("elementwise", "*", "*", power=2.0)) == pytest.approx([2**0.5 * 100e-6])
+    assert seconds(op, row("elementwise", "*", "*", power=0.0)) == pytest.approx([2 ** (1 / 8) * 100e-6])
+
+
+def test_tiles_of_1024_rows_cost_launches():
+    # 2,500 rows are three tiles of 10 us; bytes and flops as above 100 us + 1 us
+    assert seconds(READ, row("decode", "*", "int4", step_s=1e-5)) == pytest.approx([101e-6 + 30e-6])
+
+
+def test_a_name_that_the_device_knows_goes_before_the_general_row():
+    op = Op("x", "elementwise", keys=(("svd append", 1.0), ("int4 append", 0.5)))
+    known = [row("elementwise", "*/part", f"{n} append", t0_s=t) for n, t in (("svd", 8e-6), ("int4", 6e-6))]
+    assert seconds(op, ANY) == [1e-6]
+    assert seconds(op, *known, ANY) == pytest.approx([8e-6, 3e-6])
+    assert seconds(op, known[1], ANY) == pytest.approx([3e-6])
+
+
+def test_work_that_only_an_own_runtime_does_costs_nothing_elsewhere():
+    op = Op("x", "elementwise", keys=(("drop", 1.0),), copied=1e6, only_known=True)
+    assert seconds(op, ANY) == []
+    # 1e6 copied bytes: 100 us
+    assert seconds(op, row("elementwise", "*/part", "drop", t0_s=5e-6), ANY) == pytest.approx([105e-6])
+
+
+def test_the_best_family_that_has_the_format_is_used():
+    fused = row("decode", "*/fused", "int4", t0_s=1e-5)
+    eager = row("decode", "*/eager", "int4", t0_s=5e-5)
+    plain = row("decode", "torch/sdpa", "fp32")
+    assert seconds(READ, plain, fused, eager) == pytest.approx([111e-6])
+    assert seconds(READ, plain, eager) == pytest.approx([151e-6])
+    assert seconds(replace(READ, kernels=("eager",)), plain, fused, eager) == pytest.approx([151e-6])
+    assert seconds(READ, plain, fused, eager, kernel="eager") == pytest.approx([151e-6])
+
+
+def test_an_eager_kernel_reads_all_rows_and_pays_for_parts_on_top():
+    # one of four rows attended: elements and flops four times, bytes as they are; the part: 2 us a tile of 10,000 rows
+    eager = row("decode", "*/eager", "int4", element_rates=((128, 1.0),))
+    part = row("decode", "*/part", "h2o attention", step_s=2e-6)
+    op = replace(READ, held=4.0, adds=(("h2o attention", 1.0),), kernels=("eager",))
+    # 1e6 bytes 100 us; 4e6 values at 1e9 a second 4 ms; 4e6 flops 4 us; 10 tiles of 2 us
+    assert seconds(op, eager, part) == pytest.approx([100e-6 + 4e-3 + 4e-6, 20e-6])
+    assert seconds(op, eager) == pytest.approx([4.104e-3])
+
+
+def test_stores_that_are_walked_one_by_one_pay_for_launches_each():
+    eager = row("decode", "*/eager", "int4", t0_s=1e-5)
+    op = replace(READ, pieces=6, kernels=("eager",))
+    assert seconds(op, eager) == pytest.approx([6e-5 + 101e-6])  # bytes and flops are shared out
+
+
+def test_names_change_nothing_on_devices_without_them():
+    h100 = kvsim.load_device("h100-sxm")
+    plain = replace(READ, kernels=())
+    named = replace(plain, keys=(("x", 1.0),), adds=(("y", 1.0),), kernels=("fused", "eager"), held=9.0, pieces=3)
+    (a,), (b,) = op_seconds(h100, plain), op_seconds(h100, named)
+    assert (a.seconds, a.low, a.high, a.coefficients) == (b.seconds, b.low, b.high, b.coefficients)
+
+
+def test_arrays_stay_arrays():
+    op = replace(READ, bytes=np.array([1e6, 2e6]), pieces=np.array([1, 2]), kernels=("eager",))
+    (found,) = op_seconds(replace(DEVICE, own_coefficients=(row("decode", "*/eager", "int4", t0_s=1e-5),)), op)
+    assert found.seconds == pytest.approx([10e-6 + 101e-6, 20e-6 + 201e-6])

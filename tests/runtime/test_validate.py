@@ -1,0 +1,112 @@
+"""Validation in miniature, and its figures by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+import kvsim
+from kvsim.errors import KvsimError
+from runtime import validate as module
+from runtime.cache import spec_of
+from runtime.device import this_machine
+from runtime.random_model import random_model
+from runtime.validate import METHODS, Grid, validate
+from runtime.validation_stats import coverage_range, figures, order
+from tests.runtime.test_measure import CONFIG
+
+
+def row(method, predicted, measured, low=0.0, high=0.0, prompt=100, phase="decode", name="whole"):
+    return {"method": method, "batch": 1, "prompt_tokens": prompt, "phase": phase, "name": name,
+            "predicted_s": predicted, "low_s": low or predicted * 0.9, "high_s": high or predicted * 1.1,
+            "measured_s": measured, "spread": 1.0}
+
+
+def test_errors_and_coverage_by_hand():
+    rows = [row("a", 1.1, 1.0), row("b", 0.8, 1.0), row("c", 1.0, 1.0)]
+    found = figures(rows)["lines"]["decode step"]
+    # errors +10%, -20%, 0; intervals .99-1.21 holds 1, .72-.88 does not, .9-1.1 does
+    assert found["median_error"] == pytest.approx(0.1)
+    assert found["mean_error"] == pytest.approx(0.1)
+    assert found["coverage"] == pytest.approx(2 / 3)
+    assert found["median_half_width"] == pytest.approx(0.1)
+    assert found["coverage_low"] == 0.0  # three draws of b: one in 27
+    assert found["consistent_with_90"]
+
+
+def test_rows_of_one_method_count_as_one_draw():
+    apart = [row(str(i), 1.0, 1.0 if i else 2.0) for i in range(20)]
+    together = [row("a" if i else "b", 1.0, 1.0 if i else 2.0) for i in range(20)]
+    low, _ = coverage_range(apart)
+    assert 0.8 < low < 0.95
+    # both draws fall on b with one in four: coverage 0
+    assert coverage_range(together)[0] == 0.0
+
+
+def test_order_is_told_for_each_length_and_batch():
+    rows = [row("a", 1, 1), row("b", 2, 2), row("c", 3, 3), row("d", 4, 3.5)]
+    rows += [row("a", 1, 3, prompt=200), row("b", 2, 2, prompt=200), row("c", 3, 1, prompt=200)]
+    found = order(rows)
+    assert [g["tau"] for g in found["groups"]] == [1.0, -1.0]
+    assert found["tau"] == 0.0
+    assert order(rows[:2])["tau"] is None
+
+
+def test_methods_are_many_and_none_is_one_that_calibration_measures():
+    from runtime.calibration_plan import FULL
+
+    calibrated = {str(kvsim.parse_method(m)) for m, _ in FULL.methods} - {"full"}
+    chosen = {str(kvsim.parse_method(m)) for m in METHODS} - {"full"}
+    assert len(chosen) >= 21
+    assert not chosen & calibrated
+
+
+@pytest.fixture
+def here():
+    return replace(kvsim.load_device("epyc-9654"), name="here", units=1, capacity_bytes=this_machine().capacity_bytes)
+
+
+def test_a_record_has_what_is_needed_to_repeat_it(here):
+    model = random_model(CONFIG)
+    grid = Grid(("full", "int(bits=4)", "h2o(budget=0.5)", "palu(rank=8)"), (24, 40), (1,), steps=4)
+    found = validate(grid, model, replace(spec_of(model), name="small", dtype="fp32"), here)
+    assert {r["method"] for r in found["rows"]} == {"full", "int(bits=4)", "h2o(budget=0.5)"}
+    assert "calibrat" in found["left_out"]["palu(rank=8)"]
+    assert {"decode attention", "decode step", "prefill"} <= set(found["summary"]["lines"])
+    assert found["summary"]["order"]["groups"][0]["methods"] == 3
+    needed = "date machine profile threads clock versions model layers dtype grid load"
+    for key in needed.split():
+        assert found[key] not in (None, "")
+    assert found["grid"]["seed"] == 0
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_busy_machine_is_said_and_is_no_failure(here, monkeypatch):
+    model = random_model(CONFIG)
+    monkeypatch.setattr(module, "QUIET_SPREAD", 0.0)
+    found = validate(Grid(("full",), (24,), (1,), steps=4), model, replace(spec_of(model), dtype="fp32"), here)
+    assert found["busy"]
+
+
+def test_nothing_that_runs_is_an_error(here):
+    model = random_model(CONFIG)
+    with pytest.raises(KvsimError, match="none of the methods runs"):
+        validate(Grid(("palu(rank=8)",), (24,), (1,), steps=4), model, replace(spec_of(model), dtype="fp32"), here)
+
+
+def test_the_command_saves_its_record(here, tmp_path, monkeypatch):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(module.kvsim, "load_device", lambda name: here)
+    out = tmp_path / "record.json"
+    words = ["--device", "x.toml", "--model", str(folder), "--layers", "2", "--methods", "full,int(bits=4,group=8),fp8",
+             "--prompt", "24,40", "--steps", "4", "--threads", "1", "--out", str(out)]
+    found = CliRunner().invoke(module.command, words)
+    assert found.exit_code == 0, found.exception
+    assert "decode attention" in found.output
+    assert "Kendall tau" in found.output
+    record = json.loads(out.read_text())
+    assert record["kind"] == "validation"
+    assert record["grid"]["methods"] == ["full", "int(bits=4,group=8)", "fp8"]
