@@ -225,7 +225,7 @@ def _consider(
         try:
             record = predict(replace(base, method=method))
         except KvsimError as error:
-            if methods is not None:
+            if methods is not None or method.is_full:
                 raise
             rejected.append(Rejected(name, str(error)))
             continue

@@ -126,3 +126,8 @@ def test_fit_gives_the_flags_of_stages():
     assert "--pipeline-parallel-size 2" in plan.chosen.engine_flags
     with pytest.raises(KvsimError, match="attention_data ranks are not modelled"):
         fit(model, NODE, WORK, engine="vllm", layout=ParallelLayout(tensor=2, attention_data=2))
+
+
+def test_fit_refuses_devices_that_cannot_cut_the_model():
+    with pytest.raises(KvsimError, match="tensor parallel size 3 is impossible"):
+        fit(load_model("llama-3.1-8b"), NODE, WORK, devices=3)
