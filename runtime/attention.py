@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime import leaving
+from runtime import kernels, leaving
 from runtime.latent import rebuild
 from runtime.parts import Prompt, Step
 from runtime.store import Store
@@ -128,6 +128,8 @@ def attend(store: Store, q: Tensor, rule: Rule) -> tuple[Tensor, Step]:
     Returns the output [B, Hq, m, dv] and what the policy may look at.
     """
     step = Step(seen=store.seen, rows=store.keys.rows, queries=q, new=q.shape[2])
+    if (fused := kernels.decode(store, q, rule)) is not None:
+        return fused, step
     if _is_plain(store):
         return attend_rows(q, store.keys.rest.read(), store.values.rest.read(), rule, 0), step  # type: ignore[union-attr]
     if store.joint:

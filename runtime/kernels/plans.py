@@ -16,6 +16,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes of rows and scales."""
 FLOAT8_KINDS = {"e4m3": 3, "e5m2": 4}
 SCALES = {"fp32": 0, "bf16": 1, "fp16": 2}
+WIDEST = 512
+"""Channels of a row whose queries fit the kernels' words."""
 TOKENS = 16
 """Tokens of a tile whose lanes are tokens."""
 
@@ -69,7 +71,7 @@ def _int(twin: FormatTwin, dots: bool) -> Plan | str:
         return f"int: groups of {unit} tokens are no multiple of {TOKENS}"
     group = width if unit else part.width_group(width)
     whole = (32 if keys else 8) // part.bits if part.bits in (8, 4, 2) else 0
-    dots = dots and bool(whole) and group % whole == 0 and width % whole == 0
+    dots = dots and bool(whole) and group % whole == 0 and width % whole == 0 and width <= WIDEST
     if not (dots and not keys) and width * part.bits % 32:
         return f"int: rows of {width} codes of {part.bits} bits are no whole 32-bit words"
     codes = (TOKENS, 4) if keys or not dots else (4, 1)
@@ -81,6 +83,7 @@ def _gguf(twin: FormatTwin, dots: bool) -> Plan | str:
     kind = twin.part.type
     if kind not in ("q8_0", "q4_0", "q4_1"):
         return f"no kernel reads gguf type {kind}"
+    dots = dots and twin.place.width <= WIDEST
     codes = (4, 1) if dots and twin.place.side != "k" else (TOKENS, 2)
     return Plan(GGUF, int(kind[1]), 32, dots=dots, lows=kind.endswith("_1"), names=("blocks", "", ""), codes=codes)
 

@@ -27,7 +27,7 @@ float soften(const Problem& p, float* scores, int64_t low, int64_t high, float b
     for (int64_t t = high; t < end; t++) scores[t] = kNone;
   }
   Vec most = Vec::loadu(scores);
-  for (int64_t t = N; t < end; t += N) most = at::vec::maximum(most, Vec::loadu(scores + t));
+  for (int64_t t = N; t < end; t += N) most = larger(most, Vec::loadu(scores + t));
   const float here = max_of(most), largest = std::max(before, here);
   Vec total(0.0f);
   for (int64_t t = 0; t < end; t += N) {

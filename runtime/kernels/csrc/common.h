@@ -119,8 +119,17 @@ KV_INLINE float sum_of(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, x);
 }
 
+// The larger of each pair; neither is NaN, so that ATen's care for those would be work for nothing.
+KV_INLINE Vec larger(const Vec& a, const Vec& b) {
+#if KV_AVX512
+  return _mm512_max_ps(a, b);
+#else
+  return at::vec::maximum(a, b);
+#endif
+}
+
 KV_INLINE float max_of(const Vec& x) {
-  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, x);
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return larger(a, b); }, x);
 }
 
 }  // namespace kv

@@ -9,6 +9,7 @@
 namespace kv {
 
 constexpr int QUADS = BLOCK / 4;
+constexpr int WORDS = 128;  // words of a query: rows of up to 512 channels
 
 template <int NP>
 struct Digits {
@@ -50,7 +51,7 @@ KV_INLINE __m512i codes_of(__m512i x, int set) {
 
 // -- keys: lanes are tokens, a word is four neighbouring bytes of a row ------------------------------------------------
 
-// Digits of Q queries [Q][stride] as words [word * sets + set][Q][NP]; unit: [Q].
+// Digits of Q queries [Q][stride] as words [Q][NP][word * sets + set]; unit: [Q].
 template <int NP, int Q>
 void split_queries(const Side& s, const float* q, int64_t stride, int32_t* words, float* unit) {
   const int per = 8 / s.bits;
@@ -59,6 +60,7 @@ void split_queries(const Side& s, const float* q, int64_t stride, int32_t* words
                                                     {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15}};
   const bool blocks = s.form == kGguf;
   const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(orders[blocks || per == 1 ? 0 : per / 2]));
+  const bool halves = blocks && s.bits == 4;
   for (int j = 0; j < Q; j++) {
     __m512 peak = _mm512_setzero_ps();
     for (int64_t c = 0; c < s.width; c += 16) {
@@ -72,13 +74,17 @@ void split_queries(const Side& s, const float* q, int64_t stride, int32_t* words
       const __mmask16 m = s.width - c >= 16 ? 0xffff : (1u << (s.width - c)) - 1;
       __m128i digits[NP];
       Digits<NP>::split(_mm512_mul_ps(_mm512_maskz_loadu_ps(m, q + j * stride + c), inverse), digits);
-      // ggml's 4-bit blocks pair value i with i + 16: each half of a block is every second word
-      const bool halves = blocks && s.bits == 4;
-      const int64_t first = halves ? c / 32 * 8 + c / 16 % 2 : c / 4, step = halves ? 2 : 1;
       KV_UNROLL for (int k = 0; k < NP; k++) {
-        alignas(16) int32_t four[4];
-        _mm_store_si128(reinterpret_cast<__m128i*>(four), _mm_shuffle_epi8(digits[k], order));
-        for (int i = 0; i < 4; i++) words[((first + i * step) * Q + j) * NP + k] = four[i];
+        int32_t* to = words + (j * NP + k) * WORDS;
+        const __m128i four = _mm_shuffle_epi8(digits[k], order);
+        if (!halves) {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + c / 4), four);
+          continue;
+        }
+        // ggml's 4-bit blocks pair value i with i + 16: each half of a block is every second word
+        alignas(16) int32_t each[4];
+        _mm_store_si128(reinterpret_cast<__m128i*>(each), four);
+        for (int i = 0; i < 4; i++) to[c / 32 * 8 + c / 16 % 2 + 2 * i] = each[i];
       }
     }
   }
@@ -111,7 +117,7 @@ KV_INLINE void word_products(const uint8_t* p, int64_t tile_bytes, int64_t count
       __m512i y[T];
       each<T>([&](auto n) KV_LAMBDA { y[n] = codes_of<BITS>(x[n], set); });
       each<Q * NP>([&](auto i) KV_LAMBDA {
-        const int32_t* four = words + (w * SETS + set) * Q * NP + i;
+        const int32_t* four = words + i * WORDS + w * SETS + set;
         each<T>([&](auto n) KV_LAMBDA { add_products(acc[n * Q * NP + i], y[n], four); });
       });
     });
@@ -132,7 +138,7 @@ KV_INLINE void dot_tiles(const Side& s, const Head& h, int64_t tile, const int32
     const int64_t first = g * span, here = std::min(span, s.width - first), count = here * BITS / 32;
     const int64_t offset = HALVES ? (g * gguf_bytes(s) + 2 + 2 * s.lows) * TILE : first * BITS / 32 * 64;
     __m512 out[T][Q];
-    word_products<NP, Q, T, BITS, HALVES>(at + offset, bytes, count, words + first / 4 * Q * NP, flip, out);
+    word_products<NP, Q, T, BITS, HALVES>(at + offset, bytes, count, words + first / 4, flip, out);
     KV_UNROLL for (int n = 0; n < T; n++) {
       if (!constant) tile_scales(s, h, tile + n, g, scale, low);
       KV_UNROLL for (int j = 0; j < Q; j++) {
@@ -205,7 +211,7 @@ inline void channels_of(const Side& s, int32_t* channel) {
 
 // Scales and minima of group g for tokens [0, 16 * tiles) of a block, 0 behind the last of `rows`.
 inline float block_scales(const Side& s, const Head& h, int64_t tile, int64_t tiles, int64_t g, float* scale, float* low) {
-  float largest = 0.0f;
+  Vec largest(0.0f);
   for (int64_t n = 0; n < tiles; n++) {
     float *to = scale + n * TILE, *least = low + n * TILE;
     if (s.form == kGguf && s.dots) {
@@ -221,9 +227,9 @@ inline float block_scales(const Side& s, const Head& h, int64_t tile, int64_t ti
     }
     const int64_t left = h.rows - (tile + n) * TILE;
     for (int64_t t = std::max<int64_t>(left, 0); t < TILE; t++) to[t] = least[t] = 0.0f;
-    for (int t = 0; t < TILE; t += N) largest = std::max(largest, max_of(Vec::loadu(to + t).abs()));
+    for (int t = 0; t < TILE; t += N) largest = larger(largest, Vec::loadu(to + t).abs());
   }
-  return largest;
+  return max_of(largest);
 }
 
 // Digits of weights[q][t] * scale[t] (scale null: 1) as words [q][NP][QUADS] of four tokens; unit: [Q]; peak: [Q].

@@ -44,12 +44,12 @@ struct Keys {
   float unit[Q], constant[Q];
   const uint8_t* unit_held = nullptr;
 
-  static size_t floats(const Side& s, int64_t stride) { return Q * (stride * (2 + NP) + s.groups() + 64); }
+  static size_t floats(const Side& s, int64_t stride) { return Q * (stride + 128 * NP + s.groups() + 64); }
 
   Keys(const Side& side, const float* queries, int64_t wide, float* memory) : s(side), stride(wide), q(queries) {
     folded = memory;
     words = reinterpret_cast<int32_t*>(memory + Q * stride);
-    sums = memory + Q * stride * (1 + NP);
+    sums = memory + Q * (stride + 128 * NP);
     if (s.form == kRows || s.form == kFloat8) return;
     for (int j = 0; j < Q; j++)
       for (int64_t g = 0; g < s.groups(); g++) {
