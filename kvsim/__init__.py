@@ -31,7 +31,7 @@ _HOMES = {
     "memory": "engines",
 }
 
-__all__ = [*sorted(_HOMES)]
+__all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 

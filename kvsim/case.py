@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.errors import KvsimError, did_you_mean, shown, word
 from kvsim.hardware import HardwareProfile
 from kvsim.method import Method
 from kvsim.model import DTYPE_BITS, ModelSpec
 from kvsim.weights import default_weights, weight_format
-from kvsim.workload import Workload, whole
+from kvsim.workload import MAX_COUNT, Workload, one_whole
 
 if TYPE_CHECKING:
     from kvsim.engines.parallel import ParallelLayout
@@ -53,15 +53,27 @@ class Case:
         ):
             if not isinstance(getattr(self, name), kind):
                 raise KvsimError(f"case: {name} is a {kind.__name__}, got {shown(getattr(self, name))}")
+        for name in ("weights", "kv_dtype", "kernel"):
+            if getattr(self, name) is not None or name != "kernel":
+                word(getattr(self, name), f"case: {name}")
         weight_format(self.weights or default_weights(self.model))
+        object.__setattr__(self, "kv_dtype", self.kv_dtype.lower())
         if self.kv_dtype and self.kv_dtype not in DTYPE_BITS:
             known = ", ".join(DTYPE_BITS)
             nearest = did_you_mean(self.kv_dtype, DTYPE_BITS)
             raise KvsimError(f"kv dtype {shown(self.kv_dtype)} is not one of {known}{nearest}")
-        whole(self.devices, "devices", low=1, high=2**16)
+        one_whole(self.devices, "devices", low=1, high=2**16)
         self._check_layout()
         if self.reserve_bytes is not None:
-            whole(self.reserve_bytes, "reserve bytes")
+            one_whole(self.reserve_bytes, "reserve bytes")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        at_once = float(np.max(np.multiply(self.workload.batch, np.asarray(self.workload.tokens, float))))
+        if at_once > MAX_COUNT:
+            raise KvsimError(
+                f"batch x tokens is {at_once:.3g}, more than {MAX_COUNT}; ask for fewer sequences or shorter ones"
+            )
         limit, asked = self.model.max_context, np.max(self.workload.tokens)
         if limit and asked > limit:
             raise KvsimError(

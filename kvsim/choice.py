@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from kvsim.errors import KvsimError, shown
 from kvsim.evidence import Evidence
 from kvsim.method import Method, preset_name
@@ -23,6 +21,10 @@ OBJECTIVES: dict[str, str] = {
 }
 LEAST_KL = 1e-4
 """Losses below this many nats a token are told apart by nothing that anybody measures."""
+
+
+LARGEST = 1e300
+"""Beyond this a limit is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_ttft_ms", "max_tpot_ms", "min_context", "max_kl", "min_top1", "max_ppl"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and np.isfinite(value) and value > 0):
+            if value is not None and not (isinstance(value, int | float) and 0 < value < LARGEST):
                 raise KvsimError(f"{name} must be a positive number, got {shown(value)}")
         if self.min_top1 is not None and self.min_top1 > 1:
             raise KvsimError(f"min_top1 is a share of tokens, at most 1, got {shown(self.min_top1)}")

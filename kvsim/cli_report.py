@@ -31,7 +31,7 @@ def report_command(
     engine: str,
     out: str,
 ) -> None:
-    """Write the answer as one web page: pictures, evidence and sources, to send to a colleague."""
+    """Write the answer as one web page to send to a colleague."""
     from kvsim.plan import fit
     from kvsim.webreport import check_page, write_page
     from kvsim.workload import Workload

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsim.errors import KvsimError, shown
+from kvsim.errors import KvsimError, shown, word
 from kvsim.kernels import chosen, known_dtype, known_format, unit_of
 from kvsim.seconds import Parts, Real, Seconds, answer, common_shape
 from kvsim.workload import Count, whole
@@ -218,7 +218,7 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
     Raises:
         KvsimError: unknown phase or format; a size that is not a whole number >= 1; shapes that do not broadcast.
     """
-    if phase not in ("decode", "prefill"):
+    if word(phase, "phase") not in ("decode", "prefill"):
         raise KvsimError(f"phase must be decode or prefill, got {shown(phase)}")
     named = {"batch": batch, "tokens": tokens, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
     sizes = {name: whole(value, name, low=1) for name, value in named.items()}
@@ -226,7 +226,7 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
     common_shape(sizes)
     if np.any(np.less(sizes["n_heads"], sizes["n_kv_heads"])):
         raise KvsimError(f"n_heads must be n_kv_heads or more, got {shown(n_heads)} and {shown(n_kv_heads)}")
-    bits = known_format(format).bits
+    bits = known_format(word(format, "format")).bits
     choice = chosen(device, phase, kernel, format)
 
     def timed(**piece: Any) -> tuple[Real, Parts]:
@@ -246,7 +246,7 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
     Raises:
         KvsimError: unknown dtype; a size that is not a whole number >= 1; shapes that do not broadcast.
     """
-    known_dtype(dtype)
+    known_dtype(word(dtype, "dtype"))
     sizes = {name: whole(value, name, low=1) for name, value in (("m", m), ("n", n), ("k", k))}
     choice = chosen(device, "matmul", kernel, dtype)
 

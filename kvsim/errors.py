@@ -17,6 +17,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {folded[near[0]]!r}?)" if near else ""
 
 
+def word(value: object, what: str) -> str:
+    """Return `value` if it is a text; raise KvsimError naming `what` otherwise."""
+    if not isinstance(value, str):
+        raise KvsimError(f"{what} must be a text, got {shown(value)}")
+    return value
+
+
 def shown(value: object, limit: int = 60) -> str:
     """Quote a user's value in an error, shortened and without control characters."""
     text = repr(value)

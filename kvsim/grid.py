@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile
-from kvsim.method import Method, parse_method
+from kvsim.method import Method, parse_methods
 from kvsim.model import ModelSpec
 from kvsim.prediction import predict
 from kvsim.record import Case, Record
-from kvsim.workload import Workload, whole
+from kvsim.workload import Workload, one_whole, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -151,11 +151,14 @@ def sweep(
 
     Raises KvsimError on a wrong question, before anything is computed.
     """
-    parsed = [parse_method(m) for m in methods]
+    parsed = parse_methods(methods)
     if not parsed:
         raise KvsimError("sweep needs at least one method")
     prompts = np.atleast_1d(np.asarray(whole(prompt_tokens, "prompt tokens")))
     batches = np.atleast_1d(np.asarray(whole(batch, "batch", low=1)))
+    new_tokens = one_whole(new_tokens, "new tokens")
+    if prompts.ndim > 1 or batches.ndim > 1:
+        raise KvsimError("sweep takes prompt tokens and batches as lists, which it combines; predict takes arrays")
     shape = (len(parsed), batches.size, prompts.size)
     columns: dict[str, NDArray[Any]] = {
         c: np.empty(shape, bool if c == "fits" else np.float64 if c.endswith("_s") else np.int64) for c in COLUMNS

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvsim.coefficients import Coefficient
-from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.errors import KvsimError, did_you_mean, shown, word
 
 if TYPE_CHECKING:
     from kvsim.hardware import HardwareProfile
@@ -143,12 +143,18 @@ class Choice:
     said: str
 
 
-@lru_cache(maxsize=4096)
 def chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, conversion: str | None = None) -> Choice:
     """The coefficients for (op, kernel, format) on a device, or the nearest ones.
 
     Raises KvsimError: no coefficients for the op at all; a format that is unknown and has no (known) conversion.
     """
+    if kernel is not None:
+        word(kernel, "kernel")
+    return _chosen(device, op, kernel, format, conversion)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, conversion: str | None) -> Choice:
     if conversion is None:
         conversion = known_format(format).conversion
     elif conversion not in RATE_OF_CLASS:

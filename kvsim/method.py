@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
 from kvsim.bases.identity import Identity
-from kvsim.errors import KvsimError, shown
+from kvsim.errors import KvsimError, shown, word
 from kvsim.formats.full import Full
 from kvsim.parts import Basis, Correction, Format, Part, Place, Quantizer, TokenPolicy
 from kvsim.tokens.keep import Keep
@@ -229,7 +230,18 @@ def parse_method(text: str | Method) -> Method:
         return text
     from kvsim.grammar import parse
 
-    return parse(text)
+    return parse(word(text, "a method"))
+
+
+def parse_methods(methods: Iterable[str | Method]) -> list[Method]:
+    """Each of a list of methods; raise KvsimError where it is no list."""
+    try:
+        listed = None if isinstance(methods, str) else list(methods)
+    except TypeError:
+        listed = None
+    if listed is None:
+        raise KvsimError(f"methods are a list such as ['int(bits=4)', 'kivi-4'], got {shown(methods)}")
+    return [parse_method(m) for m in listed]
 
 
 @cache

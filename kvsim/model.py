@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvsim.errors import KvsimError, shown
-from kvsim.workload import Count, whole
+from kvsim.workload import Count, one_whole, whole
 
 AttentionKind = Literal["full", "sliding", "chunked", "mla", "csa", "hca", "shared", "cross"]
 KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "mla", "csa", "hca", "shared", "cross")
@@ -244,7 +244,7 @@ class ModelSpec:
         Counts every growing array (indexer and compressed rows too); neither recurrent state nor cross-attention.
         """
         tokens, batch = whole(tokens, "tokens"), whole(batch, "batch", low=1)
-        whole(bits, "bits", low=1, high=64)
+        bits = one_whole(bits, "bits", low=1, high=64)
         total: Count = 0 * tokens
         for layer, where in self.groups:
             if layer.attention is not None:

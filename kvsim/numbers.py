@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.errors import KvsimError, did_you_mean, shown, word
 from kvsim.model import Attention, Layer, Matrix, ModelSpec, State
-from kvsim.workload import whole
+from kvsim.workload import one_whole
 
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8}
 ALIASES = {
@@ -88,16 +88,24 @@ class Numbers:
     name: str = "model from numbers"
 
     def __post_init__(self) -> None:
+        for name in ("name", "dtype"):
+            word(getattr(self, name), name)
+        for name in ("tied", "gated"):
+            if not isinstance(getattr(self, name), bool):
+                raise KvsimError(f"{name} is True or False, got {shown(getattr(self, name))}")
+        if self.layer_types is not None and not isinstance(self.layer_types, (list, tuple)):
+            raise KvsimError(f"layer_types is a list of words, one a layer, got {shown(self.layer_types)}")
         for item in fields(self):
             value = getattr(self, item.name)
             if value is None or item.name in ("tied", "gated", "layer_types", "name", "dtype", "ssm_dtype"):
                 continue
-            many = isinstance(value, (list, tuple))
-            for one in value if many else (value,):
-                whole(one, item.name, low=1 if item.name == "layers" else 0, high=2**48)
-            if many and item.name in ("n_heads", "n_kv_heads") and len(value) != self.layers:
+            many = isinstance(value, (list, tuple)) and item.name in ("n_heads", "n_kv_heads", "indexer_layers")
+            low = 1 if item.name == "layers" else 0
+            numbers = [one_whole(one, item.name, low=low, high=2**48) for one in (value if many else (value,))]
+            object.__setattr__(self, item.name, tuple(numbers) if many else numbers[0])
+            if many and item.name != "indexer_layers" and len(value) != self.layers:
                 raise KvsimError(f"{item.name} lists {len(value)} values for {self.layers} layers: give one a layer")
-        whole(self.layers, "layers", low=1, high=10_000)
+        one_whole(self.layers, "layers", low=1, high=10_000)
         if self.ssm_dtype is not None and self.ssm_dtype not in BITS:
             raise KvsimError(f"ssm_dtype {shown(self.ssm_dtype)} is not one of {', '.join(BITS)}")
 

@@ -20,10 +20,10 @@ from kvsim.choice import (
     shortfall,
     too_lossy,
 )
-from kvsim.errors import KvsimError, did_you_mean, shown
+from kvsim.errors import KvsimError, did_you_mean, shown, word
 from kvsim.evidence import Evidence, Table, gathered
 from kvsim.hardware import HardwareProfile
-from kvsim.method import Method, parse_method, preset_name
+from kvsim.method import Method, parse_methods, preset_name
 from kvsim.model import ModelSpec
 from kvsim.prediction import predict
 from kvsim.record import Case, case_json, plain
@@ -170,21 +170,23 @@ def fit(
 
     Raises KvsimError where the question is wrong; a plan whose `chosen` is None says that nothing fits.
     """
+    if limits is not None and not isinstance(limits, Limits):
+        raise KvsimError(f"limits are a kvsim.plan.Limits, got {shown(limits)}")
     limits = limits or Limits()
     if objective is None:
         objective = "memory" if limits.on_quality else "gentle"
-    if objective not in OBJECTIVES:
+    if word(objective, "objective") not in OBJECTIVES:
         raise KvsimError(
             f"objective {shown(objective)} is not one of {', '.join(OBJECTIVES)}{did_you_mean(objective, OBJECTIVES)}"
         )
+    base = Case(model, device, Method(), workload, weights, kv_dtype, devices, reserve_bytes, kernel, layout)
     if workload.shape:
         raise KvsimError("fit takes one workload; for arrays of batches or prompts use sweep")
-    if engine:
+    if word(engine, "engine"):
         from kvsim.engines import check_runs_methods
 
         check_runs_methods(engine)
         check_layout(engine, layout)
-    base = Case(model, device, Method(), workload, weights, kv_dtype, devices, reserve_bytes, kernel, layout)
     table = Table(gathered() if evidence is None else evidence, model)
     found, rejected = _consider(base, methods, engine, table)
     found = [_judged(c, table) for c in found]
@@ -211,7 +213,7 @@ def _consider(
         known = {m for _, m, _ in named}
         named = (*named, *((str(m), m, "") for m in table.own if m not in known and m.protocol == "after_prefill"))
     else:
-        asked = [parse_method(m) for m in methods]
+        asked = parse_methods(methods)
         named = [("full", Method(), ""), *((preset_name(m) or str(m), m, "") for m in asked if not m.is_full)]
     found, rejected = [], []
     for name, method, problem in named:

@@ -20,16 +20,26 @@ MAX_COUNT = 2**40
 def whole(value: Any, what: str, low: int = 0, high: int = MAX_COUNT) -> Count:
     """Return `value` as an int or int64 array in [low, high]; raise KvsimError naming `what` otherwise."""
     array = np.asarray(value)
+    if not array.size:
+        raise KvsimError(f"{what} must not be empty, got {shown(value)}")
     if array.dtype == bool or array.dtype.kind not in "iuf":
         raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
     if array.dtype.kind == "f" and (not np.all(np.isfinite(array)) or np.any(array != np.floor(array))):
         raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
-    if array.size and (array.min() < low or array.max() > high):
+    if array.min() < low or array.max() > high:
         raise KvsimError(f"{what} must lie between {low} and {high}, got {shown(value)}")
     if array.ndim == 0:
         return int(array)
     result: NDArray[np.int64] = array.astype(np.int64)
     return result
+
+
+def one_whole(value: Any, what: str, low: int = 0, high: int = MAX_COUNT) -> int:
+    """`whole` for what is a single number; raise KvsimError for arrays."""
+    found = whole(value, what, low, high)
+    if not isinstance(found, int):
+        raise KvsimError(f"{what} must be one whole number, got {shown(value)}")
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,7 +202,7 @@ SIZES = {"batch": 1, "tokens": 128, "n_heads": 32, "n_kv_heads": 8, "head_dim": 
 @pytest.mark.parametrize(("change", "said"), [
     ({"phase": "decoding"}, "phase must be decode or prefill"),
     ({"format": "bf61"}, "did you mean 'bf16'"),
-    ({"format": 16}, "unknown format"),
+    ({"format": 16}, "format must be a text, got 16"),
     ({"batch": 0}, "batch must lie"),
     ({"tokens": -1}, "tokens must lie"),
     ({"tokens": 1.5}, "tokens must be a whole number"),
