@@ -20,7 +20,7 @@ from kvsim.tokens.keep import Keep
 
 MAX_TEXT = 4096
 _STAGE = re.compile(r"\s*([A-Za-z0-9_][\w.\-]*)\s*(\(.*\))?\s*", re.DOTALL)
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+)")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*([eE][+-]?[0-9]+)?|\.[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _stages(stages: list[str]) -> Method:
         fragment, slots = _stage(stage)
         if min(slots) <= filled:
             raise KvsimError(
-                f"{shown(stage.strip())} cannot follow what stands before it: a policy, then a basis, then a format, each once"
+                f"{shown(stage.strip())} cannot follow what stands before it: "
+                "a policy, then a basis, then a format, each once"
             )
         filled = max(slots)
         tokens = fragment.tokens if 1 in slots else tokens
@@ -227,7 +228,7 @@ def _value(text: str) -> Any:
     if text in ("true", "false", "none"):
         return {"true": True, "false": False, "none": None}[text]
     if _NUMBER.fullmatch(text):
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) and len(text) < 20 else float(text)
+        return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) and len(text) < 20 else float(text)
     if not re.fullmatch(r"[\w./\\~:\-]+", text):
         raise KvsimError(f"cannot read the value {shown(text)}; quote text that is not a plain name")
     return text
@@ -247,9 +248,8 @@ def _named(owner: str, names: list[str], arguments: list[tuple[str, Any]]) -> It
     seen: set[str] = set()
     for position, (key, value) in enumerate(arguments):
         if not key and (position >= len(names) or any(k for k, _ in arguments[:position])):
-            raise KvsimError(
-                f"{owner}: value {shown(value)} has no name; write {names[min(position, len(names) - 1)] if names else 'nothing'}=..."
-            )
+            nearest = names[min(position, len(names) - 1)] if names else "nothing"
+            raise KvsimError(f"{owner}: value {shown(value)} has no name; write {nearest}=...")
         name = key or names[position]
         if name not in names:
             takes = f"it takes {', '.join(names)}" if names else "it takes no settings"

@@ -44,7 +44,7 @@ class Quantity:
 QUANTITIES = {
     "capacity": Quantity("size", "capacity_bytes", 1e8, 2e13, required=True, whole=True),
     "bandwidth": Quantity("rate", "bandwidth_bytes_per_s", 1e9, 1e14, required=True),
-    "last_level_cache": Quantity("size", "last_level_cache_bytes", 2**14, 1e11, whole=True),
+    "last_level_cache": Quantity("size", "last_level_cache_bytes", 2**14, 4e9, whole=True),
     "units": Quantity("count", "units", 1, 1e6, required=True, whole=True),
     "clock": Quantity("clock", "clock_hz", 1e8, 1e10, required=True),
     "host_link": Quantity("rate", "host_link_bytes_per_s", 1e8, 1e13),
@@ -53,6 +53,8 @@ QUANTITIES = {
     "measured_bandwidth": Quantity("rate", "measured_bandwidth_bytes_per_s", 1e8, 1e14),
 }
 PEAK = Quantity("speed", "peaks", 1e10, 1e17)
+DECIMAL = {"MB": 2**20 / 1e6, "GB": 2**30 / 1e9, "TB": 2**40 / 1e12}
+"""How much larger the same number is in the binary unit."""
 CHOICES = {"family": FAMILIES, "kind": KINDS, "topology": TOPOLOGIES}
 TEXTS = ("name", "vendor", "architecture", "family", "kind", "topology", "vendor_capacity", "date", "edition")
 OPTIONAL = ("date", "edition")
@@ -102,7 +104,7 @@ def read_fields(table: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields["unit_name"] = table["units"]["unit"]
     fields["peaks"] = _peaks(table, sources, problems)
     fields["sources"] = sources
-    _plausible(fields, problems)
+    _plausible(fields, _unit_of(table.get("capacity")), problems)
     _links(fields, problems)
     if problems:
         more = len(problems) - MAX_PROBLEMS
@@ -209,7 +211,7 @@ def _outside(value: float, window: tuple[float, float]) -> bool:
     return not window[0] <= value <= window[1]
 
 
-def _plausible(fields: Mapping[str, Any], problems: list[str]) -> None:
+def _plausible(fields: Mapping[str, Any], unit: str, problems: list[str]) -> None:
     """Relations between the numbers that no real device breaks: they catch units that are off by 1000 or by GB/GiB."""
     peaks, bandwidth = fields["peaks"], fields.get("bandwidth_bytes_per_s")
     capacity, cache = fields.get("capacity_bytes"), fields.get("last_level_cache_bytes")
@@ -238,11 +240,19 @@ def _plausible(fields: Mapping[str, Any], problems: list[str]) -> None:
     measured = fields.get("measured_bandwidth_bytes_per_s")
     if measured and bandwidth and _outside(measured / bandwidth, (0.1, 1.05)):
         problems.append(f"measured_bandwidth is {measured / bandwidth:.3g} x bandwidth: above 1.05 it measured a cache")
-    _vendor(fields.get("vendor_capacity"), capacity, problems)
+    _vendor(fields.get("vendor_capacity"), capacity, unit, problems)
 
 
-def _vendor(text: str | None, capacity: float | None, problems: list[str]) -> None:
-    """The vendor's figure, read as GiB, is the most that a driver reports: above it GB was written as GiB."""
+def _unit_of(entry: Any) -> str:
+    return str(entry.get("unit")) if isinstance(entry, dict) else ""
+
+
+def _vendor(text: str | None, capacity: float | None, unit: str, problems: list[str]) -> None:
+    """The vendor's figure, read as GiB, is the most that a driver reports: above it GB was written as GiB.
+
+    A decimal unit whose number would be right with the binary one (81559 MB where the driver said MiB, or the vendor's
+    own 80 GB) is a mix-up too: no driver keeps 2 to 7% of a device for itself and the same number in the other unit.
+    """
     if text is None:
         return
     found = re.match(r"(\d+(?:\.\d+)?)\s*(TB|GB|MB|TiB|GiB|MiB)\b", text)
@@ -255,6 +265,11 @@ def _vendor(text: str | None, capacity: float | None, problems: list[str]) -> No
             problems.append(
                 f"capacity is {share:.4g} x vendor_capacity {found[0]} read as GiB, outside 0.5 to 1: "
                 "are GB and GiB mixed up?"
+            )
+        elif unit in DECIMAL and not _outside(share * DECIMAL[unit], (0.985, 1.0005)):
+            problems.append(
+                f"capacity in {unit} is {share:.3g} x vendor_capacity {found[0]} read as GiB, in {unit[0]}iB it would "
+                f"be {share * DECIMAL[unit]:.4g}: are GB and GiB mixed up? write what the driver reports, mostly MiB"
             )
 
 

@@ -47,6 +47,7 @@ int8 = { value = 1978.9, unit = "TOPS", source = "datasheet" }
 CAPACITY = '81559, unit = "MiB"'
 BANDWIDTH = '3350, unit = "GB/s"'
 BF16 = '989.4, unit = "TFLOPS"'
+CACHE = '50, unit = "MiB"'
 TDP = '{ value = 700, unit = "W", source = "datasheet" }'
 
 
@@ -143,6 +144,10 @@ def test_a_table_header_reads_like_an_inline_table(tmp_path: Path) -> None:
         ('66.9, unit = "TFLOPS"', '66.9, unit = "TFLOP/s"', "unit 'TFLOP/s' of peaks.fp32 is not one of GFLOPS"),
         # GB against GiB: 85.9 GB is the A100's 80 GiB; as GiB it is more than any 80 GB part has (85.9 / 80 = 1.074)
         (CAPACITY, '85.9, unit = "GiB"', "capacity is 1.074 x vendor_capacity 80 GB .*GB and GiB mixed up"),
+        # 81559 MiB written as MB: 81.559 / 85.899 = 0.949; the vendor's 80 GB taken at its word: 80 / 85.899 = 0.931
+        (CAPACITY, '81559, unit = "MB"', "capacity in MB is 0.949 x .* in MiB it would be 0.9956: are GB and GiB"),
+        (CAPACITY, '80, unit = "GB"', "capacity in GB is 0.931 x .* in GiB it would be 1: are GB and GiB"),
+        (CACHE, '50, unit = "GiB"', "last_level_cache = 50 GiB is outside"),
         (CAPACITY, '81559, unit = "GiB"', "capacity = 81559 GiB is outside .* GiB: is the unit or a factor"),
         (CAPACITY, '815, unit = "MiB"', "capacity is 0.009949 x vendor_capacity 80 GB"),
         # a factor of 1000
@@ -156,7 +161,7 @@ def test_a_table_header_reads_like_an_inline_table(tmp_path: Path) -> None:
         ("value = 1.9789,", "value = 5.9,", "peaks.fp8 is 5.96 x peaks.bf16, outside 0.9 to 4.2: .*sparsity"),
         ("value = 1.9789,", "value = 0.5,", "peaks.fp8 is 0.505 x peaks.bf16"),
         # relations
-        ("value = 50,", "value = 90000,", "last_level_cache is not smaller than capacity"),
+        ("value = 50,", "value = 90000,", "last_level_cache = 90000 MiB is outside"),
         ("value = 3.1,", "value = 5.5,", "measured_bandwidth is 1.64 x bandwidth: above 1.05 it measured a cache"),
         ('"switch"', '"none"', "topology is 'none' but an interconnect is given"),
         ("interconnect = {", "#", "topology 'switch' needs an interconnect rate"),
