@@ -25,9 +25,25 @@ from runtime.quality_reference import LayerPrompt, Reference
 from runtime.quality_run import Bench, Sizes
 from runtime.quality_subjects import Subject, Text
 
-METHODS = ("int8", "int4", "int(bits=4,group=32)", "int(bits=3)", "kivi-4", "kivi-2", "turboquant-4", "turboquant-3", "nvfp4", "mxfp4",
-           "q8_0", "q4_0", "svd(rank=32)", "svd(rank=48)", "snapkv(budget=0.25)", "window(sinks=4,recent=252)",
-           "window(sinks=0,recent=256)")
+METHODS = (
+    "int8",
+    "int4",
+    "int(bits=4,group=32)",
+    "int(bits=3)",
+    "kivi-4",
+    "kivi-2",
+    "turboquant-4",
+    "turboquant-3",
+    "nvfp4",
+    "mxfp4",
+    "q8_0",
+    "q4_0",
+    "svd(rank=32)",
+    "svd(rank=48)",
+    "snapkv(budget=0.25)",
+    "window(sinks=4,recent=252)",
+    "window(sinks=0,recent=256)",
+)
 QUERIES = 32
 """Queries at the prompt's end whose attention is bounded."""
 
@@ -105,8 +121,9 @@ class AttentionBound:
     from_norms: Tensor
 
 
-def attention_bound(q: Tensor, rows: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], scaling: float,
-                    unseen: Tensor | None = None) -> AttentionBound:
+def attention_bound(
+    q: Tensor, rows: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], scaling: float, unseen: Tensor | None = None
+) -> AttentionBound:
     """Bound what errors in rows do to attention: q [B, Hq, m, d], (keys, values) [B, H, n, d] and the same as kept.
 
     o' - o = sum p'_j (v'_j - v_j) + sum (p'_j - p_j)(v_j - c) for any c, as both weights sum to one. With r the range of
@@ -132,8 +149,10 @@ def attention_bound(q: Tensor, rows: tuple[Tensor, Tensor], other: tuple[Tensor,
     radius = (values - values.mean(2, keepdim=True)).norm(dim=-1)
     blind = torch.zeros(s.shape[2:], dtype=torch.bool) if unseen is None else unseen
     change = (s2 - s).masked_fill(blind, 0.0)
-    top, bottom = (change.masked_fill(blind, f).amax(-1) if f < 0 else change.masked_fill(blind, f).amin(-1)
-                   for f in (-math.inf, math.inf))
+    top, bottom = (
+        change.masked_fill(blind, f).amax(-1) if f < 0 else change.masked_fill(blind, f).amin(-1)
+        for f in (-math.inf, math.inf)
+    )
 
     def largest(x: Tensor) -> Tensor:  # of the rows that a query sees, [B, Hq, m]
         return x[:, :, None].expand_as(s).masked_fill(blind, 0.0).amax(-1)
@@ -145,15 +164,18 @@ def attention_bound(q: Tensor, rows: tuple[Tensor, Tensor], other: tuple[Tensor,
     return AttentionBound(actual, from_logits, from_norms)
 
 
-def eviction_bound(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scaling: float,
-                   unseen: Tensor | None = None) -> AttentionBound:
+def eviction_bound(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scaling: float, unseen: Tensor | None = None
+) -> AttentionBound:
     """Bound what dropping rows does: kept [B, H, m'] (-1: none) of rows k, v [B, H, n, d], queries q [B, Hq, m, d].
 
     With D the weight that the dropped rows had, o - o' = D (mean of dropped values - mean of kept ones), each a weighted
     mean: at most D times the values' diameter, and at most 2 D times their radius (from_norms).
     """
     heads, n = k.shape[1], k.shape[2]
-    stays = torch.zeros((*k.shape[:2], n + 1), dtype=torch.bool).scatter(2, kept.where(kept >= 0, torch.tensor(n)), True)[..., :n]
+    stays = torch.zeros((*k.shape[:2], n + 1), dtype=torch.bool).scatter(
+        2, kept.where(kept >= 0, torch.tensor(n)), True
+    )[..., :n]
     stays = stays.repeat_interleave(q.shape[1] // heads, dim=1)[:, :, None]
     s = (grouped(q.double(), heads) @ k.double().mT).reshape(*q.shape[:3], n) * scaling
     if unseen is not None:
@@ -165,7 +187,9 @@ def eviction_bound(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scaling: float
     outside = p * ~stays / dropped.clamp_min(1e-300)[..., None]
     distance = torch.cdist(centre, values)
     radius = (values - values.mean(2, keepdim=True)).norm(dim=-1).amax(-1)[..., None]
-    return AttentionBound((centre - p @ values).norm(dim=-1), dropped * (outside * distance).sum(-1), 2 * dropped * radius)
+    return AttentionBound(
+        (centre - p @ values).norm(dim=-1), dropped * (outside * distance).sum(-1), 2 * dropped * radius
+    )
 
 
 # -- a report over methods ---------------------------------------------------------------------------------------------
@@ -175,7 +199,13 @@ def report(subject: Subject, text: Text, sizes: Sizes, methods: Sequence[str] | 
     """Gaps and bounds of methods on a model's own rows, one entry a method: means over layers, and the worst layer."""
     bench = Bench(subject, text, Sizes(min(sizes.segments, 2), sizes.prompt, sizes.scored, 1, sizes.seed))
     rows = [measure(bench, bench.reference, parse_method(m)) for m in methods or METHODS]
-    return {"model": subject.name, "model_hash": subject.hash, "text": text.name, "text_hash": text.hash, "methods": rows}
+    return {
+        "model": subject.name,
+        "model_hash": subject.hash,
+        "text": text.name,
+        "text_hash": text.hash,
+        "methods": rows,
+    }
 
 
 def measure(bench: Bench, found: Reference, method: Method) -> dict[str, Any]:
@@ -232,8 +262,9 @@ def _kept(policy: Any, rows: LayerPrompt) -> Tensor | None:
 
 def _tightness(bounds: list[AttentionBound]) -> dict[str, Any]:
     """How many cases break a bound (none may), and by what factor bounds exceed what happened."""
-    actual, logits, norms = (torch.cat([getattr(b, n).flatten() for b in bounds])
-                             for n in ("actual", "from_logits", "from_norms"))
+    actual, logits, norms = (
+        torch.cat([getattr(b, n).flatten() for b in bounds]) for n in ("actual", "from_logits", "from_norms")
+    )
     slack = 1e-6 * norms.max()
     seen = actual > slack
     return {
@@ -248,14 +279,25 @@ def _tightness(bounds: list[AttentionBound]) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> list[str]:
     """The report as a table."""
     head = "method                            keys: bits  error   gap dB  bits | values: bits  error   gap dB  bits | bound / actual (broken)"
-    out = [f"{found['model']} on {found['text']}: distance to the Gaussian rate-distortion limit of each head's covariance", head]
+    out = [
+        f"{found['model']} on {found['text']}: distance to the Gaussian rate-distortion limit of each head's covariance",
+        head,
+    ]
     for row in found["methods"]:
         cells = []
         for side in ("k", "v"):
             g = row.get(side)
-            cells.append(f"{g['bits']:10.2f} {g['error']:8.2g} {g['gap_db']:7.1f} {g['gap_bits']:5.2f}" if g else " " * 33)
+            cells.append(
+                f"{g['bits']:10.2f} {g['error']:8.2g} {g['gap_db']:7.1f} {g['gap_bits']:5.2f}" if g else " " * 33
+            )
         a = row.get("attention")
-        tight = f"{a['bound_over_actual']:.1f}, by norms {a['norm_bound_over_actual']:.0f} ({a['broken']} of {a['cases']})" if a else ""
-        extra = f"  error / Eckart-Young {row['error_over_eckart_young']:.4f}" if "error_over_eckart_young" in row else ""
+        tight = (
+            f"{a['bound_over_actual']:.1f}, by norms {a['norm_bound_over_actual']:.0f} ({a['broken']} of {a['cases']})"
+            if a
+            else ""
+        )
+        extra = (
+            f"  error / Eckart-Young {row['error_over_eckart_young']:.4f}" if "error_over_eckart_young" in row else ""
+        )
         out.append(f"{row['method'][:33]:33} {cells[0]} | {cells[1]} | {tight}{extra}")
     return out

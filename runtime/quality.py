@@ -11,35 +11,64 @@ from pathlib import Path
 import click
 import torch
 
+from kvsim.cli_answers import split_methods
 from kvsim.cli_options import Count, print_json
 from kvsim.errors import KvsimError
 from kvsim.evidence import Evidence, own_path
-from kvsim.cli_answers import split_methods
 from runtime.quality_grid import QUICK, full_grid, preset_methods
 from runtime.quality_run import Bench, Sizes, quick, run
 from runtime.quality_subjects import load_subject, load_text
 
 
 @click.command("quality", context_settings={"help_option_names": ["--help", "-h"]})
-@click.option("--model", default="smollm2-135m", metavar="M", help="A Hugging Face model's folder, or a packaged one.  [smollm2-135m]")
-@click.option("--text", "text_file", type=click.Path(), metavar="FILE", help="Text to measure on.  [Python's own reference]")
+@click.option(
+    "--model",
+    default="smollm2-135m",
+    metavar="M",
+    help="A Hugging Face model's folder, or a packaged one.  [smollm2-135m]",
+)
+@click.option(
+    "--text", "text_file", type=click.Path(), metavar="FILE", help="Text to measure on.  [Python's own reference]"
+)
 @click.option("--methods", "--method", metavar="S[,S..]", help="Methods to measure.  [every preset]")
 @click.option("--segments", type=Count(), default=None, metavar="N", help="Pieces of text.  [8; 2 for @ on_write]")
-@click.option("--prompt", type=Count(), default=None, metavar="T", help="Tokens of a piece that are compressed.  [1024]")
+@click.option(
+    "--prompt", type=Count(), default=None, metavar="T", help="Tokens of a piece that are compressed.  [1024]"
+)
 @click.option("--scored", type=Count(), default=None, metavar="K", help="Tokens after them that are scored.  [128]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of random matrices.  [0]")
 @click.option("--quick", "fast", is_flag=True, help="A dozen methods on three short pieces: a first look.")
-@click.option("--full", "everything", is_flag=True, help="The whole grid that the shipped evidence covers; can be resumed.")
+@click.option(
+    "--full", "everything", is_flag=True, help="The whole grid that the shipped evidence covers; can be resumed."
+)
 @click.option("--tasks", is_flag=True, help="Retrieval tasks instead of text: needles, key-value pairs, variables.")
-@click.option("--bounds", is_flag=True, help="How far methods are from what is provably possible, on this model's own rows.")
-@click.option("--allocate", is_flag=True, help="Bits by layer and side under a byte budget, against the uniform choice.")
-@click.option("--out", type=click.Path(), metavar="FILE", help="JSON lines to append to.  [your evidence, which fit prefers]")
+@click.option(
+    "--bounds", is_flag=True, help="How far methods are from what is provably possible, on this model's own rows."
+)
+@click.option(
+    "--allocate", is_flag=True, help="Bits by layer and side under a byte budget, against the uniform choice."
+)
+@click.option(
+    "--out", type=click.Path(), metavar="FILE", help="JSON lines to append to.  [your evidence, which fit prefers]"
+)
 @click.option("--threads", type=int, default=None, metavar="N", help="Threads of the processor.  [torch's choice]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(
-    model: str, text_file: str | None, methods: str | None, segments: int | None, prompt: int | None, scored: int | None,
-    seed: int, fast: bool, everything: bool, tasks: bool, bounds: bool, allocate: bool, out: str | None,
-    threads: int | None, as_json: bool,
+    model: str,
+    text_file: str | None,
+    methods: str | None,
+    segments: int | None,
+    prompt: int | None,
+    scored: int | None,
+    seed: int,
+    fast: bool,
+    everything: bool,
+    tasks: bool,
+    bounds: bool,
+    allocate: bool,
+    out: str | None,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Measure what methods cost a model: divergence, agreement, perplexity, attention error, with 95% intervals.
 

@@ -87,7 +87,12 @@ class Bench:
         found = self.reference if count == self.sizes.segments else self.reference.of(slice(0, count))
         tensors = self._calibration(method)
         scores = score(
-            self.subject.model, found, method, calibration=tensors, seed=self.sizes.seed, outside=self._scores(method, count)
+            self.subject.model,
+            found,
+            method,
+            calibration=tensors,
+            seed=self.sizes.seed,
+            outside=self._scores(method, count),
         )
         return self._row(method, scores, tensors is not None, time.perf_counter() - start)
 
@@ -113,17 +118,32 @@ class Bench:
         ppl, ppl_low, ppl_high = (math.exp(x) for x in interval(scores.nll - scores.full_nll))
         s, n_layers = self.sizes, self.spec.n_layers
         return Evidence(
-            model=self.subject.name, method=str(method),
-            kl=rounded(kl), kl_low=rounded(max(0.0, kl_low)), kl_high=rounded(kl_high),
-            top1=rounded(top1), top1_low=rounded(max(0.0, top1_low)), top1_high=rounded(min(1.0, top1_high)),
-            ppl_ratio=rounded(ppl), ppl_low=rounded(ppl_low), ppl_high=rounded(ppl_high),
+            model=self.subject.name,
+            method=str(method),
+            kl=rounded(kl),
+            kl_low=rounded(max(0.0, kl_low)),
+            kl_high=rounded(kl_high),
+            top1=rounded(top1),
+            top1_low=rounded(max(0.0, top1_low)),
+            top1_high=rounded(min(1.0, top1_high)),
+            ppl_ratio=rounded(ppl),
+            ppl_low=rounded(ppl_low),
+            ppl_high=rounded(ppl_high),
             ppl_full=rounded(math.exp(float(scores.full_nll.mean()))),
-            segments=len(scores.kl), prompt=s.prompt, scored=s.scored,
+            segments=len(scores.kl),
+            prompt=s.prompt,
+            scored=s.scored,
             kept=rounded(kept(method, s.prompt, s.scored, self.spec)),
             bits=rounded(stored_bits(method, s.prompt, s.scored, self.spec)),
-            text=self.text.name, text_hash=self.text.hash, model_hash=self.subject.hash, seed=s.seed,
-            machine=machine(), date=datetime.date.today().isoformat(), versions=versions(),
-            calibrated=calibrated, seconds=round(seconds, 1),
+            text=self.text.name,
+            text_hash=self.text.hash,
+            model_hash=self.subject.hash,
+            seed=s.seed,
+            machine=machine(),
+            date=datetime.date.today().isoformat(),
+            versions=versions(),
+            calibrated=calibrated,
+            seconds=round(seconds, 1),
             segment_kl=tuple(rounded(float(x), 3) for x in scores.kl),
             attention_error=tuple(rounded(float(x), 3) for x in scores.attention_error.mean(0)[:n_layers]),
         )
@@ -167,8 +187,12 @@ def machine() -> str:
 
 def versions() -> dict[str, str]:
     """Of what the figures rest on."""
-    return {"kvsim": kvsim.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-            "python": platform.python_version()}
+    return {
+        "kvsim": kvsim.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 Said = Callable[[str, Evidence | None, str], None]

@@ -85,7 +85,9 @@ def load_subject(name: str) -> Subject:
     path = Path(name) if Path(name).is_dir() else packaged(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return Subject(name if path.name != name and not Path(name).is_dir() else path.name, model, tokenizer, weights_hash(model))
+    return Subject(
+        name if path.name != name and not Path(name).is_dir() else path.name, model, tokenizer, weights_hash(model)
+    )
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -103,7 +105,9 @@ def packaged(name: str) -> Path:
     if (home / "config.json").is_file():
         return home
     if name not in PACKAGES:
-        raise KvsimError(f"--model {shown(name)}: no folder of that name, and the packaged models are {', '.join(PACKAGES)}")
+        raise KvsimError(
+            f"--model {shown(name)}: no folder of that name, and the packaged models are {', '.join(PACKAGES)}"
+        )
     gguf = PACKAGES[name]()
     _convert(gguf, home)
     return home

@@ -22,12 +22,45 @@ from runtime.quality_reference import Reference, handed, reference, watch
 from runtime.quality_run import Sizes
 from runtime.quality_subjects import Subject, Text
 
-METHODS = ("full", "int8", "int4", "kivi-4", "kivi-2", "turboquant-4", "h2o(budget=0.5)", "h2o(budget=0.25)", "snapkv(budget=0.5)",
-           "snapkv(budget=0.25)", "window(sinks=4,recent=252)", "pages(top=128)", "svd(rank=32)")
+METHODS = (
+    "full",
+    "int8",
+    "int4",
+    "kivi-4",
+    "kivi-2",
+    "turboquant-4",
+    "h2o(budget=0.5)",
+    "h2o(budget=0.25)",
+    "snapkv(budget=0.5)",
+    "snapkv(budget=0.25)",
+    "window(sinks=4,recent=252)",
+    "pages(top=128)",
+    "svd(rank=32)",
+)
 SOLVED = 0.5
 """Share of cases that the uncompressed model must solve for a task to say anything about methods."""
-WORDS = ("amber", "basil", "cedar", "delta", "ember", "flint", "grove", "hazel", "ivory", "jasper", "lotus", "maple", "olive", "pearl",
-         "quartz", "raven", "slate", "topaz", "umber", "violet")
+WORDS = (
+    "amber",
+    "basil",
+    "cedar",
+    "delta",
+    "ember",
+    "flint",
+    "grove",
+    "hazel",
+    "ivory",
+    "jasper",
+    "lotus",
+    "maple",
+    "olive",
+    "pearl",
+    "quartz",
+    "raven",
+    "slate",
+    "topaz",
+    "umber",
+    "violet",
+)
 
 
 @dataclass(frozen=True)
@@ -107,8 +140,10 @@ def sentences(text: Text, tokenizer: Any, tokens: int) -> list[str]:
 
 def prepare(subject: Subject, item: Item, task: str, depth: float) -> Prepared:
     """Run the uncompressed model on a case; the question's first token starts what is scored."""
-    ids = [subject.tokenizer(t, add_special_tokens=False)["input_ids"] for t in (item.context, item.question, item.answer)]
-    tokens = torch.tensor([sum(ids, [])])
+    ids = [
+        subject.tokenizer(t, add_special_tokens=False)["input_ids"] for t in (item.context, item.question, item.answer)
+    ]
+    tokens = torch.tensor([[*ids[0], *ids[1], *ids[2]]])
     found = reference(subject.model, tokens, len(ids[0]))
     count = len(ids[2])
     return Prepared(task, depth, found, count, right(found.logits, found.targets, count))
@@ -148,7 +183,12 @@ def report(subject: Subject, text: Text, sizes: Sizes, methods: Sequence[str] | 
         row["by_depth"] = {str(d): _share([ok for c, ok in held if c.depth == d])["share"] for d in DEPTHS}
         rows.append(row)
     return {
-        "model": subject.name, "model_hash": subject.hash, "context_tokens": sizes.prompt, "seed": sizes.seed, "full": full, "methods": rows,
+        "model": subject.name,
+        "model_hash": subject.hash,
+        "context_tokens": sizes.prompt,
+        "seed": sizes.seed,
+        "full": full,
+        "methods": rows,
         "not_solved": [n for n in TASKS if full[n]["share"] < SOLVED],
     }
 
@@ -159,12 +199,19 @@ def _share(outcomes: list[bool]) -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The report as a table."""
-    out = [f"{found['model']}, contexts of about {found['context_tokens']} tokens, the question comes after compression"]
+    out = [
+        f"{found['model']}, contexts of about {found['context_tokens']} tokens, the question comes after compression"
+    ]
     for name, full in found["full"].items():
         useless = f": below {SOLVED:.0%}, so nothing is said of methods" if name in found["not_solved"] else ""
         out.append(f"the uncompressed model solves {full['share']:.0%} of {full['of']} {name}{useless}")
     tasks = [n for n in TASKS if n not in found["not_solved"]]
-    out.append(f"{'method':40} " + " ".join(f"{n:>10}" for n in tasks) + "   needle etc. by depth " + " ".join(map(str, DEPTHS)))
+    out.append(
+        f"{'method':40} "
+        + " ".join(f"{n:>10}" for n in tasks)
+        + "   needle etc. by depth "
+        + " ".join(map(str, DEPTHS))
+    )
     for row in found["methods"]:
         cells = " ".join(f"{row[n]['share']:10.0%}" for n in tasks)
         out.append(f"{row['method'][:40]:40} {cells}   " + " ".join(f"{x:.0%}" for x in row["by_depth"].values()))

@@ -46,7 +46,12 @@ AT_ONCE = [
     "window(sinks=2,recent=30) | k:int(bits=4,group=8,axis=channel) v:int(bits=4)", "stride(every=3,recent=20)", "svd(rank=8)",
     "k:svd(rank=8,rope=pre) v:svd(rank=16)", "svd(rank=16) | int(bits=4)", "gguf(type=q8_0)", "nvfp4",
 ]  # fmt: skip
-ONE_BY_ONE = ["h2o(budget=0.3)", "tova(budget=0.3) | int(bits=8)", "pages(size=8,top=32,dense_layers=0)", "online_svd(rank=8)"]
+ONE_BY_ONE = [
+    "h2o(budget=0.3)",
+    "tova(budget=0.3) | int(bits=8)",
+    "pages(size=8,top=32,dense_layers=0)",
+    "online_svd(rank=8)",
+]
 
 
 @pytest.mark.parametrize("text", AT_ONCE)
@@ -145,7 +150,9 @@ def test_protocols_differ_and_on_write_has_fewer_segments(bench):
 
 def test_calibrated_methods_never_see_what_is_scored(bench):
     text, s = bench.text, bench.sizes
-    scored = {tuple(row.tolist()[i : i + 12]) for row in text.segments(s.segments, s.length) for i in range(s.length - 11)}
+    scored = {
+        tuple(row.tolist()[i : i + 12]) for row in text.segments(s.segments, s.length) for i in range(s.length - 11)
+    }
     for piece in text.between(s.segments, s.length, 4, 40):
         assert not {tuple(piece.tolist()[i : i + 12]) for i in range(len(piece) - 11)} & scored
     assert learns(parse_method("kvquant-3"))
