@@ -91,7 +91,7 @@ def test_attention_data_ranks_hold_their_own_sequences_of_a_latent():
 
 def test_a_phase_lists_the_pieces_of_every_stage():
     alone, parts = (phase_ops(case(layout=ParallelLayout(pipeline=p)), "decode") for p in (1, 5))
-    for name in {op.name for op in alone}:
+    for name in {op.name for op in alone if op.kind in ("matmul", "decode")}:  # others may come once a pass
         assert sum(op.count for op in alone if op.name == name) == sum(op.count for op in parts if op.name == name)
 
 
