@@ -119,12 +119,17 @@ def shortfall(record: Record, limits: Limits) -> tuple[str, int]:
     if not record.fits:
         return "does not fit", int(record.short_by_bytes)
     if limits.max_ttft_ms is not None and ttft > limits.max_ttft_ms:
-        return f"first token after {ttft:.0f} ms, limit {limits.max_ttft_ms:g} ms", 0
+        return f"first token after {_three(ttft)} ms, limit {limits.max_ttft_ms:g} ms", 0
     if limits.max_tpot_ms is not None and tpot > limits.max_tpot_ms:
-        return f"{tpot:.1f} ms a token, limit {limits.max_tpot_ms:g} ms", 0
+        return f"{_three(tpot)} ms a token, limit {limits.max_tpot_ms:g} ms", 0
     if limits.min_context is not None and record.max_context < limits.min_context:
         return f"longest context {record.max_context}, asked {limits.min_context}", 0
     return "", 0
+
+
+def _three(value: float) -> str:
+    """Three digits that count, so that methods which miss a limit alike are told together."""
+    return f"{float(f'{value:.3g}'):.15g}"
 
 
 def too_lossy(c: Candidate, limits: Limits) -> str:

@@ -65,13 +65,13 @@ def models_command(as_json: bool) -> None:
 
 
 @click.command("show")
-@click.argument("name")
+@click.argument("name", nargs=-1, required=True)
 @json_option
-def show_command(name: str, as_json: bool) -> None:
+def show_command(name: tuple[str, ...], as_json: bool) -> None:
     """Tell all of one method, device or model, with sources."""
     from kvsim.knowledge import known
 
-    found: dict[str, Any] = known(name)
+    found: dict[str, Any] = known(" ".join(name))
     if as_json:
         print_json(found)
         return

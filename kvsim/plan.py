@@ -88,6 +88,13 @@ class Plan:
         else:
             text += f" and leaves {-full.short_by_bytes / gib:.1f} GiB free"
         if self.chosen is None:
+            capacity = self.case.hardware.capacity_bytes
+            if full.weights_bytes + full.reserve_bytes >= capacity:
+                return (
+                    f"nothing fits: the weights take {full.weights_bytes / gib:.1f} GiB and the runtime "
+                    f"{full.reserve_bytes / gib:.1f} GiB of {capacity / gib:.1f} GiB, whatever the cache; "
+                    "take fewer bits of weights, or more devices"
+                )
             return f"nothing fits within the limits: {text}"
         mine = self.chosen.record
         if self.chosen.method.is_full:

@@ -33,6 +33,8 @@ COLUMNS = (
     Column("dominates", optional=True),
     Column("quality", optional=True),
 )
+BATCH = Column("batch", right=True)
+"""In the place of the context where batches are asked for."""
 
 
 def print_plan(out: Console, plan: Plan, everything: bool = False) -> None:
@@ -40,13 +42,15 @@ def print_plan(out: Console, plan: Plan, everything: bool = False) -> None:
     question(out, plan.case)
     say(out, f"wanted:  {OBJECTIVES[plan.objective]}{_limits(plan)}", indent=9)
     rows = _rows(plan, everything)
-    table(out, COLUMNS, [_row(plan, c) for c in rows])
+    many = plan.objective == "batch"
+    table(out, [BATCH if many and c.head == "context" else c for c in COLUMNS], [_row(plan, c) for c in rows])
     out.print()
     rest = len(plan.ranked) - sum(c in plan.ranked for c in rows)
     notes = (
         "* chosen, o on the frontier of memory, time and loss, x does not fit; total: at the peak, with reserve"
     )
-    say(out, f"{notes}; context: the longest that fits; quality: KL in nats a token, ~ of another model", style="dim")
+    longest = "batch: the most sequences that fit" if many else "context: the longest that fits"
+    say(out, f"{notes}; {longest}; quality: KL in nats a token, ~ of another model", style="dim")
     if rest:
         say(out, f"{rest} more fit (--all lists them)", style="dim")
     out.print()
@@ -122,6 +126,7 @@ def _rows(plan: Plan, everything: bool) -> list[Candidate]:
 
 def _row(plan: Plan, c: Candidate) -> list[str | Text]:
     record = c.record
+    most = record.max_batch if plan.objective == "batch" else record.max_context
     mark = "*" if c is plan.chosen else "o" if c in plan.frontier else "" if record.fits else "x"
     style = "bold green" if c is plan.chosen else "" if record.fits else "dim"
     cells = (
@@ -130,7 +135,7 @@ def _row(plan: Plan, c: Candidate) -> list[str | Text]:
         gib(record.cache_bytes),
         gib(record.peak_bytes + record.reserve_bytes),
         "yes" if record.fits else f"-{gib(record.short_by_bytes)}",
-        tokens(record.max_context) if record.max_context else "none",
+        tokens(most) if most else "none",
         duration(record.prefill.seconds),
         milliseconds(record.decode.seconds),
         f"{milliseconds(record.decode.low)}-{milliseconds(record.decode.high)}",

@@ -271,6 +271,16 @@ def test_commands_of_the_runtime_say_in_one_line_what_they_need(command, monkeyp
     assert "later" in error
 
 
+def test_names_of_two_words_need_no_quotes():
+    assert run("show", "RTX", "4090").stdout == run("show", "rtx-4090").stdout
+
+
+def test_batches_are_shown_where_they_are_asked_for():
+    text = run("fit", *ASK, "--prompt", "8k", "--methods", "int4", "--objective", "batch").stdout
+    assert "batch    TTFT" in text
+    assert "context" not in text
+
+
 def test_help_names_every_command_and_option():
     text = run("--help").stdout
     for command in main.commands.values():

@@ -122,6 +122,22 @@ def test_nothing_fits():
     assert found.why().startswith("nothing fits")
 
 
+def test_weights_that_leave_no_room_are_named():
+    # 8.03 G weights of 2 bytes are 15.0 GiB of a T4's 15.0, before the runtime's own
+    answer = kvsim.fit(LLAMA, kvsim.load_device("t4"), kvsim.Workload(1, 4096), methods=["int4"])
+    assert answer.chosen is None
+    assert "the weights take 15.0 GiB" in answer.why()
+    assert "fewer bits of weights" in answer.why()
+
+
+def test_methods_that_miss_a_limit_alike_have_one_reason():
+    answer = kvsim.fit(LLAMA, kvsim.load_device("rtx-4090"), kvsim.Workload(1, 65536), limits=Limits(max_ttft_ms=1000),
+                       methods=["int4", "int8", "kivi-4", "kivi-2", "q8_0"])  # fmt: skip
+    reasons = {r.reason for r in answer.rejected if r.reason.startswith("first token")}
+    assert len(reasons) == 1
+    assert reasons.pop().endswith("00 ms, limit 1000 ms")
+
+
 def test_json_has_the_contract(plan):
     found = json.loads(json.dumps(plan.to_json()))
     assert set(found) >= {"chosen", "frontier", "rejected", "question"}
