@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -79,8 +79,9 @@ class Evidence:
         return f"borrowed from {what}, widened" if self.borrowed_from else what
 
     def to_json(self) -> dict[str, Any]:
-        """The row as a file keeps it; empty fields are left out."""
-        return {k: v for k, v in asdict(self).items() if v not in ("", (), 0.0, False) or k in ("kl", "kl_low", "seed")}
+        """The row as a file keeps it; fields that may be left out are, where they are empty."""
+        optional = {f.name for f in fields(self) if f.default is not MISSING}
+        return {k: v for k, v in asdict(self).items() if v or k not in optional}
 
     def quality(self) -> dict[str, Any]:
         """What `fit --json` says of a method's quality."""
@@ -114,7 +115,7 @@ def from_json(row: Mapping[str, Any], where: str) -> Evidence:
     """A row of a file; KvsimError where a field is missing, unknown or of a wrong type."""
     known = {f.name: f for f in fields(Evidence)}
     unknown = set(row) - set(known)
-    needed = [n for n, f in known.items() if f.default is f.default_factory and n not in row]
+    needed = [n for n, f in known.items() if f.default is MISSING and n not in row]
     if unknown or needed:
         what = f"unknown field {shown(min(unknown))}" if unknown else f"no field {needed[0]}"
         raise KvsimError(f"{where}: {what}; `kvsim quality` writes such files")
@@ -223,9 +224,7 @@ def spread(rows: Sequence[Evidence]) -> tuple[float, str]:
     for r in rows:
         if r.kl > 1e-4:
             table.setdefault(r.method, {}).setdefault(r.model, r.kl)
-    ratios = [
-        abs(np.log(a / b)) for row in table.values() for m, a in row.items() for n, b in row.items() if m < n
-    ]
+    ratios = [abs(np.log(a / b)) for row in table.values() for m, a in row.items() for n, b in row.items() if m < n]
     if len(ratios) < 10:
         return WIDEN, "assumed: too few methods were measured on two models"
     return float(np.exp(np.quantile(ratios, 0.9))), f"{len(ratios)} methods measured on two models"

@@ -172,6 +172,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     for r in found["rows"]:
         between = f"{r['kl_low']:.2g} - {r['kl_high']:.2g}"
         out.append(
-            f"{r['by']:22} {r['what']:10} {r['bits']:6.2f} {r['kl']:9.2g} {between:>19} {r['top1']:7.3f} {r['ppl_ratio']:7.3f}"
+            f"{r['by']:22} {r['what']:10} {r['bits']:6.2f} {r['kl']:9.2g} {between:>19} {r['top1']:7.3f} "
+            f"{r['ppl_ratio']:7.3f}"
         )
     return out

@@ -126,8 +126,8 @@ def attention_bound(
 ) -> AttentionBound:
     """Bound what errors in rows do to attention: q [B, Hq, m, d], (keys, values) [B, H, n, d] and the same as kept.
 
-    o' - o = sum p'_j (v'_j - v_j) + sum (p'_j - p_j)(v_j - c) for any c, as both weights sum to one. With r the range of
-    the logits' errors, the total change of weights is at most 2 tanh(r / 4): softmax is 1/4-Lipschitz from the logits'
+    o' - o = sum p'_j (v'_j - v_j) + sum (p'_j - p_j)(v_j - c) for any c, as both weights sum to one. With r the range
+    of the logits' errors, the total change of weights is at most 2 tanh(r / 4): softmax is 1/4-Lipschitz from the logits'
     range to total variation, and contracts Hilbert's metric (Birkhoff 1957). |q e_j| <= ||q|| ||e_j|| gives the second.
     unseen: [m, n] True where a query does not see a row.
     """
@@ -169,8 +169,8 @@ def eviction_bound(
 ) -> AttentionBound:
     """Bound what dropping rows does: kept [B, H, m'] (-1: none) of rows k, v [B, H, n, d], queries q [B, Hq, m, d].
 
-    With D the weight that the dropped rows had, o - o' = D (mean of dropped values - mean of kept ones), each a weighted
-    mean: at most D times the values' diameter, and at most 2 D times their radius (from_norms).
+    With D the weight that the dropped rows had, o - o' = D (mean of dropped values - mean of kept ones), each a
+    weighted mean: at most D times the values' diameter, and at most 2 D times their radius (from_norms).
     """
     heads, n = k.shape[1], k.shape[2]
     stays = torch.zeros((*k.shape[:2], n + 1), dtype=torch.bool).scatter(
@@ -278,7 +278,8 @@ def _tightness(bounds: list[AttentionBound]) -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The report as a table."""
-    head = "method                            keys: bits  error   gap dB  bits | values: bits  error   gap dB  bits | bound / actual (broken)"
+    side = "bits    error  gap dB  bits"
+    head = f"{'method':33} keys: {side} | values: {side} | bound / actual (broken)"
     out = [
         f"{found['model']} on {found['text']}: distance to the Gaussian rate-distortion limit of each head's covariance",
         head,

@@ -145,12 +145,14 @@ def progress(count: int) -> Iterator[Said]:
 def lines(rows: list[Evidence]) -> list[str]:
     """A table: least loss first."""
     width = min(70, max([len(r.method) for r in rows], default=6))
-    head = f"{'method':{width}}  {'bits':>5} {'kept':>5}  {'KL':>9} {'95% interval':>19}  {'top-1':>6}  {'ppl x':>7}  segments"
-    found = [head]
+    found = [
+        f"{'method':{width}}  {'bits':>5} {'kept':>5}  {'KL':>9} {'95% interval':>19}  {'top-1':>6}  {'ppl x':>7}  "
+        f"segments"
+    ]
     for r in sorted(rows, key=lambda r: r.kl):
         between = f"{r.kl_low:.2g} - {r.kl_high:.2g}"
         found.append(
-            f"{r.method[:width]:{width}}  {r.bits:5.2f} {r.kept:5.0%}  {r.kl:9.2g} {between:>19}  {r.top1:6.3f}  {r.ppl_ratio:7.3f}  "
-            f"{r.segments}"
+            f"{r.method[:width]:{width}}  {r.bits:5.2f} {r.kept:5.0%}  {r.kl:9.2g} {between:>19}  {r.top1:6.3f}  "
+            f"{r.ppl_ratio:7.3f}  {r.segments}"
         )
     return found

@@ -159,7 +159,7 @@ def learns(method: Method) -> bool:
 
 
 def interval(x: Tensor) -> tuple[float, float, float]:
-    """(mean, low, high) of a 95% t interval over segments; of one segment the interval is unknown and the mean itself."""
+    """(mean, low, high) of a 95% t interval over segments; of one segment it is the mean itself."""
     from scipy.stats import t
 
     values = x.double()
@@ -199,7 +199,7 @@ Said = Callable[[str, Evidence | None, str], None]
 
 
 def run(bench: Bench, methods: Sequence[str | Method], out: Path | None, said: Said) -> Iterator[Evidence]:
-    """Measure methods one after another, appending each row to `out` at once; rows that are there are given as they are.
+    """Measure methods one after another, appending each row to `out` at once; rows that are there are given as is.
 
     said(method, row or None, reason): called after each. A method that cannot run on this model is said and left out.
     """
@@ -209,7 +209,7 @@ def run(bench: Bench, methods: Sequence[str | Method], out: Path | None, said: S
             method = parse_method(text)
             row = done.get(bench.key(method))
             if row is None:
-                row = bench.measure(method)
+                row = done[bench.key(method)] = bench.measure(method)
                 if out is not None:
                     _append(out, row)
         except KvsimError as problem:

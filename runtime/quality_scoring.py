@@ -43,7 +43,8 @@ def score(
     """Run a method over the reference's segments, teacher-forced.
 
     after_prefill takes the reference's own prompt rows; on_write runs the prompt again through the stored rows.
-    outside: scores of the prompt's rows from gradients, [B, H, T] a layer, for policies that ask for them. stepwise: one step a token in every layer, which is what is done at once otherwise; for tests.
+    outside: scores of the prompt's rows from gradients, [B, H, T] a layer, for policies that ask for them.
+    stepwise: one step a token in every layer, which is what is done at once otherwise; for tests.
     """
     with CompressedCache(method, model, calibration=calibration, seed=seed) as cache, torch.no_grad():
         if outside is not None:

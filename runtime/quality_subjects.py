@@ -43,8 +43,8 @@ class Text:
         stride = len(self.ids) // count
         if stride < length + 1:
             raise KvsimError(
-                f"{self.name} has {len(self.ids)} tokens, and {count} segments of {length} need {count * (length + 1)}; "
-                f"ask for fewer or shorter segments, or give a longer text"
+                f"{self.name} has {len(self.ids)} tokens, and {count} segments of {length} need "
+                f"{count * (length + 1)}; ask for fewer or shorter segments, or give a longer text"
             )
         return torch.stack([self.ids[i * stride : i * stride + length] for i in range(count)])
 

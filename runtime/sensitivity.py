@@ -18,7 +18,7 @@ KINDS = {
     "hessian": "a channel counts as the second derivative of the loss (Hutchinson's estimate of the diagonal)",
 }
 STEP = 1e-2
-"""Size of the differences by which gradients are differentiated, in the unit of the rows (which are of size 1 to 20)."""
+"""Size of the differences by which gradients are differentiated, in the unit of the rows (of size 1 to 20)."""
 
 Weights = list[tuple[Tensor, Tensor]]
 """For each layer the weights of squared errors of keys and values, broadcasting with [B, H, T, d]."""

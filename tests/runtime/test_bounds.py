@@ -32,8 +32,8 @@ def test_bits_needed_inverts_the_limit(variances, bits):
 
 
 def test_a_uniform_quantizer_on_white_gaussian_rows_keeps_its_distance():
-    # a fine uniform quantizer with entropy coding is 1.53 dB (a quarter bit) from the limit; with fixed-length codes over
-    # the range of 64 values it wastes more, never less
+    # a fine uniform quantizer with entropy coding is 1.53 dB (a quarter bit) from the limit; fixed-length codes over
+    # the range of 64 values it waste more, never less
     from runtime.parts import Setting, twins
 
     part = parse_method("int(bits=6)").k.format
