@@ -110,6 +110,33 @@ class Scored(TokenPolicy):
         return self.ranking.step_work(rows.attended, heads, place, self.observed) + least_work(rows.attended, heads)
 
 
+class Windowed(Scored):
+    """A prompt policy: window and sinks stay, a smoothed score ranks the other rows for what the budget leaves."""
+
+    budget: Budget
+    window: int
+    kernel: int
+    sinks: int
+
+    def check(self) -> None:
+        """Protected rows fit a budget in rows; the kernel has a middle."""
+        check_protected(self.name, self.budget, window=self.window, sinks=self.sinks)
+        if self.kernel % 2 == 0:
+            raise KvsimError(f"{self.name}: kernel={self.kernel} has no middle; use {self.kernel + 1}")
+
+    def protected(self, kept: int) -> tuple[int, int]:
+        """(newest, first) rows that are safe among `kept`."""
+        return protected_inside(kept, self.window, self.sinks)
+
+    def even(self, prompt: Count) -> Any:
+        """Rows of the prompt that the budget keeps in a head."""
+        return prompt_budget(self.budget, self.window + self.sinks, prompt)
+
+    def prompt_work(self, prompt: Count, place: Place) -> Work:
+        """n_heads * w * T products of length d, `kernel` additions a score, one selection."""
+        return super().prompt_work(prompt, place) + pooling_work(prompt, self.kernel, place)
+
+
 SELECT_PASSES = 4
 """Passes of a radix selection over 32-bit scores, eight bits at a time (Alabi et al., Fast k-selection, JEA 2012)."""
 
@@ -130,9 +157,3 @@ def pooling_work(rows: Count, kernel: int, place: Place) -> Work:
     """A mean over `kernel` neighbouring scores of each head, in place of the scores (fp32)."""
     scores = 1.0 * rows * place.heads
     return Work(kernel * scores, 4 * scores, 4 * scores) if kernel > 1 else Work()
-
-
-def check_kernel(name: str, kernel: int) -> None:
-    """Raise KvsimError where a smoothing kernel has no middle."""
-    if kernel % 2 == 0:
-        raise KvsimError(f"{name}: kernel={kernel} has no middle; use {kernel + 1}")

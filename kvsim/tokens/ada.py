@@ -5,24 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvsim.budgets import (
-    Scored,
-    check_kernel,
-    check_protected,
-    larger,
-    pooling_work,
-    prompt_budget,
-    prompt_rows,
-    protected_inside,
-    smaller,
-)
+from kvsim.budgets import Windowed, larger, prompt_rows, smaller
 from kvsim.parts import Budget, Buffer, Place, Rows, Work, budget_rows, setting
 from kvsim.scores import PROMPT_SCORES
 from kvsim.workload import Count
 
 
 @dataclass(frozen=True)
-class Ada(Scored):
+class Ada(Windowed):
     """Keep heads * B rows of the prompt in a layer, B = max(window + sinks, ceil(budget * T)), of largest score.
 
     Every head first keeps its window, sinks and best rows up to max(window + sinks, ceil(floor * B)); one selection
@@ -44,18 +34,9 @@ class Ada(Scored):
     sinks: int = setting(0, low=0, what="first rows inside the budget")
     score: str = setting("window", choices=PROMPT_SCORES, what="the importance that ranks the other rows")
 
-    def check(self) -> None:
-        """Protected rows fit a budget in rows; the kernel has a middle."""
-        check_protected(self.name, self.budget, window=self.window, sinks=self.sinks)
-        check_kernel(self.name, self.kernel)
-
-    def protected(self, kept: int) -> tuple[int, int]:
-        """(newest, first) rows that are safe among `kept`."""
-        return protected_inside(kept, self.window, self.sinks)
-
     def kept(self, prompt: Count) -> Any:
         """Mean rows a head: the layer keeps heads times as many."""
-        return prompt_budget(self.budget, self.window + self.sinks, prompt)
+        return self.even(prompt)
 
     def head_range(self, prompt: Count, heads: int) -> tuple[Any, Any]:
         """Fewest and most rows of the prompt that one of `heads` heads may keep."""
@@ -78,5 +59,4 @@ class Ada(Scored):
 
     def prompt_work(self, prompt: Count, place: Place) -> Work:
         """As SnapKV, and a second selection over all heads."""
-        once = super().prompt_work(prompt, place) + pooling_work(prompt, self.kernel, place)
-        return once + Work(4.0 * prompt * place.heads, 16.0 * prompt * place.heads)
+        return super().prompt_work(prompt, place) + Work(4.0 * prompt * place.heads, 16.0 * prompt * place.heads)

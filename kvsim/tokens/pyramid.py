@@ -5,24 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvsim.budgets import (
-    Scored,
-    check_kernel,
-    check_protected,
-    half_even,
-    pooling_work,
-    prompt_budget,
-    prompt_rows,
-    protected_inside,
-    smaller,
-)
-from kvsim.parts import Budget, Place, Rows, Work, setting
+from kvsim.budgets import Windowed, half_even, prompt_rows, smaller
+from kvsim.parts import Budget, Place, Rows, setting
 from kvsim.scores import PROMPT_SCORES
 from kvsim.workload import Count
 
 
 @dataclass(frozen=True)
-class Pyramid(Scored):
+class Pyramid(Windowed):
     """SnapKV's selection with B rows a layer on average, more in early layers; the rule in whole numbers is `kept`.
 
     T prompt rows, p = window + sinks, B = min(T, max(p, ceil(budget * T))), L layers, this one l:
@@ -47,19 +37,10 @@ class Pyramid(Scored):
     sinks: int = setting(0, low=0, what="first rows inside the budget")
     score: str = setting("window", choices=PROMPT_SCORES, what="the importance that ranks the other rows")
 
-    def check(self) -> None:
-        """Protected rows fit a budget in rows; the kernel has a middle."""
-        check_protected(self.name, self.budget, window=self.window, sinks=self.sinks)
-        check_kernel(self.name, self.kernel)
-
-    def protected(self, kept: int) -> tuple[int, int]:
-        """(newest, first) rows that are safe among `kept`."""
-        return protected_inside(kept, self.window, self.sinks)
-
     def kept(self, prompt: Count, layer: int, n_layers: int) -> Any:
         """Rows of the prompt that `layer` of `n_layers` keeps (the rule above, everything times beta)."""
         safe = self.window + self.sinks
-        even: Any = prompt_budget(self.budget, safe, prompt)
+        even = self.even(prompt)
         if n_layers < 2:
             return even
         high = smaller((2 * self.beta - 1) * even, self.beta * (prompt - safe))
@@ -72,7 +53,3 @@ class Pyramid(Scored):
     def rows(self, prompt: Count, new: Count, place: Place) -> Rows:
         """The kept prompt of this layer and every later row."""
         return prompt_rows(self.kept(prompt, place.layer, place.n_layers), new)
-
-    def prompt_work(self, prompt: Count, place: Place) -> Work:
-        """As SnapKV: n_heads * w * T products of length d, `kernel` additions a score, one selection."""
-        return super().prompt_work(prompt, place) + pooling_work(prompt, self.kernel, place)

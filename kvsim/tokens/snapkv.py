@@ -5,22 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvsim.budgets import (
-    Scored,
-    check_kernel,
-    check_protected,
-    pooling_work,
-    prompt_budget,
-    prompt_rows,
-    protected_inside,
-)
-from kvsim.parts import Budget, Place, Rows, Work, setting
+from kvsim.budgets import Windowed, prompt_rows
+from kvsim.parts import Budget, Place, Rows, setting
 from kvsim.scores import PROMPT_SCORES
 from kvsim.workload import Count
 
 
 @dataclass(frozen=True)
-class SnapKV(Scored):
+class SnapKV(Windowed):
     """Keep max(window + sinks, ceil(budget * T)) rows of the prompt per KV head; later rows are added.
 
     The window stays; other rows rank by the weights that its queries give them (mean over window and query heads),
@@ -39,19 +31,6 @@ class SnapKV(Scored):
     sinks: int = setting(0, low=0, what="first rows inside the budget")
     score: str = setting("window", choices=PROMPT_SCORES, what="the importance that ranks the other rows")
 
-    def check(self) -> None:
-        """Protected rows fit a budget in rows; the kernel has a middle."""
-        check_protected(self.name, self.budget, window=self.window, sinks=self.sinks)
-        check_kernel(self.name, self.kernel)
-
-    def protected(self, kept: int) -> tuple[int, int]:
-        """(newest, first) rows that are safe among `kept`."""
-        return protected_inside(kept, self.window, self.sinks)
-
     def rows(self, prompt: Count, new: Count, place: Place) -> Rows:
         """The kept prompt and every later row."""
-        return prompt_rows(prompt_budget(self.budget, self.window + self.sinks, prompt), new)
-
-    def prompt_work(self, prompt: Count, place: Place) -> Work:
-        """n_heads * w * T products of length d, `kernel` additions a score, one selection."""
-        return super().prompt_work(prompt, place) + pooling_work(prompt, self.kernel, place)
+        return prompt_rows(self.even(prompt), new)
