@@ -95,6 +95,9 @@ class Plan:
                     f"{full.reserve_bytes / gib:.1f} GiB of {capacity / gib:.1f} GiB, whatever the cache; "
                     "take fewer bits of weights, or more devices"
                 )
+            longest = self.case.model.max_context
+            if longest and (self.limits.min_context or 0) > longest:
+                return f"nothing reaches {self.limits.min_context:,} tokens: the model's own context ends at {longest:,}"
             return f"nothing fits within the limits: {text}"
         mine = self.chosen.record
         if self.chosen.method.is_full:

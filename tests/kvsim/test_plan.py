@@ -130,6 +130,11 @@ def test_weights_that_leave_no_room_are_named():
     assert "fewer bits of weights" in answer.why()
 
 
+def test_a_context_beyond_the_models_own_is_named():
+    answer = kvsim.fit(LLAMA, CARD, kvsim.Workload(1, 4096), methods=["int4"], limits=Limits(min_context=200_000))
+    assert answer.why() == "nothing reaches 200,000 tokens: the model's own context ends at 131,072"
+
+
 def test_methods_that_miss_a_limit_alike_have_one_reason():
     answer = kvsim.fit(LLAMA, kvsim.load_device("rtx-4090"), kvsim.Workload(1, 65536), limits=Limits(max_ttft_ms=1000),
                        methods=["int4", "int8", "kivi-4", "kivi-2", "q8_0"])  # fmt: skip
