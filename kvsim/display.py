@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvsim.choice import Candidate, Limits, shortfall
 from kvsim.frames import called
 from kvsim.grid import Sweep
 from kvsim.method import parse_method
-from kvsim.plan import Candidate, Limits, Plan, shortfall
+from kvsim.plan import Plan
 from kvsim.record import Case, Record, Timing
 from kvsim.report import duration, gib, milliseconds, quantity, size, tokens
 

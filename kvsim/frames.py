@@ -39,6 +39,8 @@ UNITS = {
     "prompt_tokens": "tokens",
     "batch": "sequences",
 }
+LOSSES = ("kl", "top1", "ppl_ratio", "evidence")
+"""What a plan's rows say of measured quality; None where nothing was measured."""
 INSTALL = "pip install 'kvsim[notebooks]'"
 
 
@@ -102,7 +104,9 @@ def plan_rows(plan: Plan) -> list[Row]:
     found = []
     for c in plan.considered:
         (row,) = record_rows(c.record)
-        state = {"chosen": c is plan.chosen, "frontier": c in plan.frontier, "allowed": c in plan.ranked}
+        state: Row = {"chosen": c is plan.chosen, "frontier": c in plan.frontier, "allowed": c in plan.ranked}
+        quality = c.quality or dict.fromkeys(LOSSES)
+        state |= {name: quality[name] for name in LOSSES}
         found.append({**row, "method": c.name, **state, "reason": reasons.get(c.name, "")})
     return found
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvsim.choice import Candidate
 from kvsim.display import html_table
 from kvsim.errors import KvsimError
 from kvsim.frames import Row
 from kvsim.grid import Sweep, sweep
-from kvsim.plan import Candidate, Plan
+from kvsim.plan import Plan
 from kvsim.plot import context_memory, context_time, memory_bars, pareto, roofline, waterfall
 from kvsim.plot.style import INSTALL, rows
 

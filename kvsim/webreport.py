@@ -12,10 +12,11 @@ from pathlib import Path
 from string import Template
 
 import kvsim
+from kvsim.choice import OBJECTIVES, Candidate
 from kvsim.display import PLAN_HEADS, html_table, plan_cells
 from kvsim.errors import KvsimError, shown
 from kvsim.knowledge import known
-from kvsim.plan import OBJECTIVES, Candidate, Plan, break_even, recompute
+from kvsim.plan import Plan, break_even, recompute
 from kvsim.report import duration, gib, milliseconds, parameters, quantity, size, tokens
 from kvsim.report_plan import kind_of
 from kvsim.webpictures import figure, pictures
@@ -122,9 +123,11 @@ def _figures(best: Candidate) -> Iterator[tuple[str, str, str]]:
 
 
 def _quality(candidate: Candidate) -> tuple[str, str]:
-    held = candidate.to_json().get("quality")
-    if not held:
-        return "unknown", "not measured for this method: measure it before you rely on it"
+    held = candidate.quality
+    if held is None:
+        return "unknown", f"{candidate.no_evidence}: measure it before you rely on it"
+    if candidate.method.is_full:
+        return "no loss", "the baseline itself"
     return f"KL {held['kl']:.3g}", f"perplexity x {held['ppl_ratio']:.3f}; {held['evidence']}"
 
 

@@ -47,8 +47,8 @@ def best_of(points: Sequence[tuple[float, ...]]) -> list[int]:
 def pareto_rows(source: Any, x: str, y: str) -> list[Row]:
     """Rows with both figures, and whether each is on the frontier among what fits and is allowed.
 
-    Where neither figure says how much is kept, bits kept of each value are the third: a method that keeps more is not
-    beaten by one that keeps less, however fast that is.
+    Rows of a plan keep its frontier where neither figure says how much is kept. For others, bits kept of each value
+    are then the third figure: a method that keeps more is not beaten by one that keeps less, however fast that is.
     """
     for name in (x, y):
         if name not in FIGURES:
@@ -64,6 +64,8 @@ def pareto_rows(source: Any, x: str, y: str) -> list[Row]:
         raise KvsimError(f"no row has both {x} and {y}")
     # A method that fits but is not allowed carries a caution or misses a limit: it may be shown, not recommended.
     able = [i for i, r in enumerate(rows) if r.get("fits", True) and r.get("allowed", True)]
+    if {x, y}.isdisjoint(QUALITY) and all("frontier" in r for r in rows):
+        return [{**row, "on_frontier": bool(row["frontier"])} for row in rows]  # the plan's own: it knows the losses
     third = {x, y}.isdisjoint(QUALITY) and all("bits_per_value" in r for r in rows)
     best = {able[i] for i in best_of([(r[x], r[y], -r["bits_per_value"] * third if third else 0.0) for r in
                                       (rows[i] for i in able)])}  # fmt: skip
@@ -108,9 +110,8 @@ def pareto(
         points = [(to_x(r[x]), to_y(r[y]), str(r["method"])) for r in shown_rows]
         marks = [(to_x(r[x]), to_y(r[y])) for r in rows]
         strong = [str(r["method"]) for r in rows if r.get("chosen")]
-        _, missing = label(axes, points, marks, strong=strong)
-        left = f"; {len(missing)} names had no room" if missing else ""
-        title(axes, f"{len(rows)} methods, {len(front)} of them on the frontier (large marks){left}")
+        title(axes, f"{len(rows)} methods, {len(front)} of them on the frontier (large marks)")
+        label(axes, points, marks, strong=strong)  # last: what changes the layout would move names onto each other
         return remember(axes, rows)
 
 

@@ -117,7 +117,7 @@ def quality_bytes(
             order[round(i * (len(order) - 1) / (most_labels - 1))] for i in range(most_labels)
         ]  # fmt: skip
         marks = [(r["bits_per_value"], r[y]) for r in order]
-        label(axes, [(r["bits_per_value"], r[y], str(r["method"])) for r in some], marks)
         zero = sum(1 for r in rows if not r[y] > 0)
         title(axes, "loss against bits" + (f"; {zero} without loss not shown" if zero else ""))
+        label(axes, [(r["bits_per_value"], r[y], str(r["method"])) for r in some], marks)
         return remember(axes, [*rows, *bound])
