@@ -104,16 +104,16 @@ def _written(layout: Layout, how: str) -> Named:
 
 
 def attention_adds(layout: Layout) -> Named:
-    """What an unfused kernel does on top of reading rows of a format: bases, corrections, policies, by their names."""
+    """What attention does on top of reading rows of a format: bases, corrections, policies, by their names."""
     names: dict[str, float] = {}
     for side in layout.sides:
         chain = side.chain
         parts = [] if chain.basis.name == "identity" else [chain.basis.name]
         parts += [c.name for c in chain.corrections] + (["rotation"] if chain.before_rope else [])
         for name in parts:
-            names[f"{name} attention"] = names.get(f"{name} attention", 0.0) + 1.0 / len(layout.sides)
+            names[name] = names.get(name, 0.0) + 1.0 / len(layout.sides)
     policy = layout.method.tokens.name
-    return (*names.items(), *([] if policy == "keep" else [(f"{policy} attention", 1.0)]))
+    return (*names.items(), *([] if policy == "keep" else [(policy, 1.0)]))
 
 
 def _keys(layout: Layout) -> Any:

@@ -14,8 +14,8 @@ from kvsim.kernels import kernel_family
 
 Named = tuple[tuple[str, float], ...]
 """Names of parts of a piece of work, and the share of each."""
-PART = "part"
-"""The kernel family under which a device lists parts by name."""
+PART, FUSED, EAGER = "part", "fused", "eager"
+"""Kernel families of the project's own runtime; under the first a device lists parts by name."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Op:
     blocks: independent pieces (sequences * KV heads). rows: what one piece walks. formats: (format, conversion) of the
     stored values, both where keys and values differ.
 
-    What only devices with measurements of their own runtime use: keys: names under which they know this very work, with
-    a share each. adds: the same, on top of the format's time. kernels: families that do it, the best first; none: the
-    device's default. held: rows held for each row attended, all of which a kernel that cannot gather decodes. copied:
-    bytes that move because rows leave. pieces: stores that are walked one by one. only_known: no work elsewhere.
+    What only devices with measurements of the project's runtime use: keys: names under which they know this very work,
+    with a share each. adds: the same, on top of the format's time (listed as `name family`). kernels: families that do
+    it, the best first; none: the device's default. held: rows held for each row attended, all of which a kernel that
+    cannot gather decodes. copied: bytes that move because rows leave. pieces: stores that are walked one by one.
+    only_known: no work elsewhere.
     """
 
     name: str
@@ -56,9 +57,12 @@ class Op:
     only_known: bool = False
 
 
-def kernel_work(op: Op, own: bool) -> cost.KernelWork:
-    """The op as the cost formula takes it; own: as an unfused runtime does it, one store after another."""
-    pieces, held = (op.pieces, op.held) if own else (1, 1.0)
+def kernel_work(op: Op, own: bool = True, gathers: bool = False) -> cost.KernelWork:
+    """The op as the cost formula takes it.
+
+    own: as the project's runtime does it, one store after another. gathers: its kernel reads attended rows alone.
+    """
+    pieces, held = (op.pieces if own else 1), (op.held if own and not gathers else 1.0)
     return cost.KernelWork(
         bytes_moved=(op.bytes + (op.copied if own else 0.0)) / pieces,
         elements=op.elements * held / pieces,
@@ -88,12 +92,14 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
     times = []
     for form, how in op.formats:
         kernel = family or next((k for k in op.kernels if (k, form) in known), None)
-        eager = bool(kernel) and kernel_family(str(kernel))[2] == "eager"
-        one = cost.kernel_seconds(hardware, op.kind, kernel_work(op, eager), format=form, conversion=how, kernel=kernel)
-        times.append(_scaled(one, (op.pieces if eager else 1) / len(op.formats)))
-        if eager:
-            adds = [(key, share) for key, share in op.adds if (PART, key) in known]
-            times += [_own_time(hardware, on_top(op), key, share / len(op.formats)) for key, share in adds]
+        found = kernel_family(kernel)[2] if kernel and op.kernels else ""
+        own = found in (EAGER, FUSED)
+        work = kernel_work(op, own, gathers=found != EAGER)
+        one = cost.kernel_seconds(hardware, op.kind, work, format=form, conversion=how, kernel=kernel)
+        times.append(_scaled(one, (op.pieces if own else 1) / len(op.formats)))
+        for name, share in op.adds if own else ():
+            if (PART, f"{name} {found}") in known:
+                times.append(_own_time(hardware, on_top(op), f"{name} {found}", share / len(op.formats)))
     return times
 
 
@@ -104,7 +110,7 @@ def on_top(op: Op) -> Op:
 
 def _own_time(hardware: HardwareProfile, op: Op, key: str, share: float) -> cost.Seconds:
     """The time of a part that the device knows by name."""
-    work = kernel_work(op, True)
+    work = kernel_work(op)
     one = cost.kernel_seconds(hardware, op.kind, work, format=key, conversion="none", kernel=PART)
     return _scaled(one, share * op.pieces)
 

@@ -186,11 +186,11 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
 
 
 def _kernels(layout: Layout) -> tuple[str, ...]:
-    """Families beside the default: none where rows lie there as attention takes them, else fused ones, eager where a
-    part looks at weights, adds to logits, chooses rows, corrects what was decoded, or rows leave by position."""
+    """Families beside the default: fused ones, eager where a part looks at weights, adds to logits, chooses rows,
+    corrects what was decoded, or rows leave by position."""
     method = layout.method
     if method.is_full and not layout.attention.window:
-        return ()
+        return ("fused",)
     policy, chains = method.tokens, [side.chain for side in layout.sides]
     leaves = bool(layout.attention.window) or (policy.drops == "rows" and (policy.positional or policy.needs_weights))
     looks = policy.merges or policy.drops == "pages"

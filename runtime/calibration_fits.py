@@ -14,7 +14,7 @@ from kvsim.coefficients import Coefficient
 from kvsim.fitting import FEW, fit, quantiles
 from kvsim.hardware import HardwareProfile
 from kvsim.measured import Table
-from kvsim.op import PART, Op, on_top, op_seconds
+from kvsim.op import EAGER, FUSED, PART, Op, on_top, op_seconds
 from kvsim.prediction import phase_ops
 from kvsim.record import Case
 from runtime.calibration_plan import PLAIN_POLICIES
@@ -24,7 +24,7 @@ from runtime.watch import REST
 
 LAYERS = 4
 """Layers of the model whose last one is measured: policies that spare the first ones show there what they do."""
-SDPA, EAGER, FUSED, PARTS = "*/sdpa", "*/eager", "*/fused", f"*/{PART}"
+SDPA, PARTS = "*/sdpa", f"*/{PART}"
 WORTH = 0.03
 """Share of the eager kernel's time above which a part on top of it is worth a row."""
 NOISE = 0.03
@@ -126,24 +126,28 @@ def _formats(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coeffi
     for p in points:
         w = dict(p.work)
         for op in ops_of(origin.device, p, dtype):
-            policy = op.adds[-1][0].split()[0] if op.adds else ""
-            family = SDPA if not op.kernels else FUSED if w["path"] == "fused" else EAGER
-            if not op.adds or (family != SDPA and policy in PLAIN_POLICIES):
+            policy = op.adds[-1][0] if op.adds else ""
+            # torch's own attention, where nothing stands between and no kernel of ours was taken
+            plain = w["method"] == "full" and w["path"] == EAGER
+            family = SDPA if plain else f"*/{w['path']}"
+            if not op.adds or policy in PLAIN_POLICIES:
                 groups[family, op.formats[0][0]].append(Sample(op, p.seconds, str(w["method"])))
-    order = (SDPA, FUSED, EAGER)
-    return [fitted(origin.device, origin.base("decode", family, form), samples, own=family == EAGER)
+    order = (SDPA, f"*/{FUSED}", f"*/{EAGER}")
+    return [fitted(origin.device, origin.base("decode", family, form), samples, gathers=family != order[2])
             for (family, form), samples in sorted(groups.items(), key=lambda g: order.index(g[0][0]))]
 
 
 def _on_top(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coefficient]:
-    """What bases, corrections and policies add to eager attention on rows of a format."""
+    """What bases, corrections and policies add to attention on rows of a format, fused and eager."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for p in points:
         w = dict(p.work)
         for op in ops_of(origin.device, p, dtype):
-            if op.adds and w["path"] == "eager" and op.adds[-1][0].split()[0] not in PLAIN_POLICIES:
-                paid = sum(float(t.seconds) for t in op_seconds(origin.device, op))
-                groups[op.adds[-1][0]].append(Sample(on_top(op), p.seconds - paid, str(w["method"]), paid))
+            if op.adds and op.adds[-1][0] not in PLAIN_POLICIES:
+                here = replace(op, kernels=(str(w["path"]),))
+                paid = sum(float(t.seconds) for t in op_seconds(origin.device, here))
+                key = f"{op.adds[-1][0]} {w['path']}"
+                groups[key].append(Sample(on_top(op), p.seconds - paid, str(w["method"]), paid))
     found = []
     for key, samples in groups.items():
         # where a part makes attention faster than the plain eager kernel, nothing is added

@@ -42,36 +42,36 @@ class Sample:
     paid: float = 0.0
 
 
-def predicted(device: HardwareProfile, c: Coefficient, samples: Sequence[Sample], own: bool) -> Floats:
-    """Seconds that a set of coefficients gives for the samples; own: as an unfused runtime does them."""
-    return np.array([
-        float(kernel_time(device, c, kernel_work(s.op, own))[0]) * (float(s.op.pieces) if own else 1.0) for s in samples
-    ])
+def predicted(device: HardwareProfile, c: Coefficient, samples: Sequence[Sample], own: bool, gathers: bool) -> Floats:
+    """Seconds that a set of coefficients gives for the samples; own, gathers: as for `kernel_work`."""
+    once = [kernel_time(device, c, kernel_work(s.op, own, gathers))[0] for s in samples]
+    return np.array([float(t) * (float(s.op.pieces) if own else 1.0) for t, s in zip(once, samples, strict=True)])
 
 
-def fitted(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool = True) -> Coefficient:
+def fitted(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool = True,
+           gathers: bool = False) -> Coefficient:
     """The base with its times replaced by those that fit the samples, and errors of samples left out in `log_error`."""
-    whole = _fit(device, base, samples, own)
-    return replace(whole, log_error=quantiles(left_out(device, base, samples, own)), rows=len(samples))
+    whole = _fit(device, base, samples, own, gathers)
+    return replace(whole, log_error=quantiles(left_out(device, base, samples, own, gathers)), rows=len(samples))
 
 
-def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool) -> Floats:
+def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool, gathers: bool) -> Floats:
     """ln(measured / predicted) of each sample under a fit to the others."""
     if len(samples) < 3:
         return np.array([-0.5, 0.5])
     errors = []
     for index, one in enumerate(samples):
         others = [s for i, s in enumerate(samples) if i != index]
-        there = predicted(device, _fit(device, base, others, own), [one], own)[0]
+        there = predicted(device, _fit(device, base, others, own, gathers), [one], own, gathers)[0]
         errors.append(np.log(max(one.seconds + one.paid, 1e-9) / (there + one.paid)))
     return np.array(errors)
 
 
 def _columns(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample],
-             own: bool) -> dict[str, tuple[Floats, float, float]]:
+             own: bool, gathers: bool) -> dict[str, tuple[Floats, float, float]]:
     """For each price its column, and the least and the most that it may be (seconds a unit)."""
     pieces = np.array([float(s.op.pieces) if own else 1.0 for s in samples])
-    works = [kernel_work(s.op, own) for s in samples]
+    works = [kernel_work(s.op, own, gathers) for s in samples]
 
     def all_of(name: str) -> Floats:
         return np.array([float(getattr(w, name)) for w in works]) * pieces
@@ -84,17 +84,18 @@ def _columns(device: HardwareProfile, base: Coefficient, samples: Sequence[Sampl
         dims = np.array([s.op.head_dim for s in samples])
         for head_dim in sorted(set(dims.tolist())):
             found[f"elements.{head_dim}"] = (all_of("elements") * (dims == head_dim), 0.0, 1e-6)
-        if own:
+        if own and not gathers:
             # values and bytes are the same thing twice: bytes at the stream's price, the rest is conversion
             found["bytes"] = (found["bytes"][0], stream / MOST_SHARE, stream / MOST_SHARE)
     return {name: column for name, column in found.items() if column[0].any()}
 
 
-def _fit(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool) -> Coefficient:
+def _fit(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool,
+         gathers: bool) -> Coefficient:
     from scipy.optimize import nnls
 
     seconds, total = (np.array([s.seconds + extra * s.paid for s in samples]) for extra in (0.0, 1.0))
-    columns = _columns(device, base, samples, own)
+    columns = _columns(device, base, samples, own, gathers)
     matrix = np.stack([column for column, _, _ in columns.values()], axis=1)
     low, high = (np.array([bounds[i] for bounds in columns.values()]) for i in (1, 2))
     # what is beyond the least price is found; a price that cannot be anything else has nothing beyond it

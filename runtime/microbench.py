@@ -15,7 +15,7 @@ from kvsim.method import parse_method
 from runtime.attention import Rule
 from runtime.layers import CompressedLayer
 from runtime.sharing import Geometry, Surroundings
-from runtime.timing import Bench, Timed, summary, switches
+from runtime.timing import Bench, Timed, steady, switches
 from runtime.watch import Watch, lines_of, watching
 
 WARM = 150
@@ -106,7 +106,7 @@ def prefill(bench: Bench, shapes: Sequence[Shape], dtype: str) -> Iterator[Point
 
 
 def layer(
-    bench: Bench, method: str, shape: Shape, dtype: str, layers: int, steps: int = 6, eager: bool = False
+    bench: Bench, method: str, shape: Shape, dtype: str, layers: int, steps: int = 8, eager: bool = False
 ) -> list[Point]:
     """The last of `layers` layers of a compressed cache: its lines in prefill (without attention) and in decode steps.
 
@@ -139,7 +139,7 @@ def layer(
              for name, seconds in took.items() if name != "attention"]
     said["rows"] = shape.rows + (steps + 1) // 2
     for name in laps[-1][0]:
-        timed = summary([lap.get(name, 0.0) for lap, _ in laps[1:]], [n for _, n in laps[1:]])
+        timed = steady([lap.get(name, 0.0) for lap, _ in laps[1:]], [n for _, n in laps[1:]])
         found.append(Point.of(f"decode {name}", said, timed))
     return found
 

@@ -1,4 +1,4 @@
-"""Run a model under a method and time it: a prompt, then steps, every other one with a stopwatch inside."""
+"""Run a model under a method and time it: a prompt, then steps, half of them with a stopwatch inside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from kvsim.method import Method
 from kvsim.record import HeldBuffer
 from runtime.cache import CompressedCache
-from runtime.timing import Timed, clock, summary, switches, synchronize
+from runtime.timing import Timed, clock, steady, summary, switches, synchronize
 from runtime.watch import REST, Watch, lines_of, watching
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -76,7 +76,7 @@ def run(
                 for step in range(max(new, steps) if last else 0):
                     if step == new:
                         held = _held(cache)
-                    watch.on = bool(step % 2)
+                    watch.on = bool(step // 2 % 2)  # two and two: what happens at every other step is in both
                     at = prompt + step
                     took, lost, lines = _one(hf_model, cache, tokens[:, at : at + 1], watch)
                     laps.append((took, lost, lines if watch.on else None))
@@ -115,7 +115,7 @@ def _one(hf_model: nn.Module, cache: CompressedCache, ids: torch.Tensor, watch: 
 
 def _whole(unwatched: Sequence[tuple[float, int, Any]], laps: Sequence[tuple[float, int, Any]]) -> Timed:
     used = unwatched or laps
-    return summary([lap[0] for lap in used], [lap[1] for lap in used])
+    return steady([lap[0] for lap in used], [lap[1] for lap in used])
 
 
 def _lines(laps: Sequence[tuple[dict[str, float], float, int]], method: Method, phase: str) -> dict[str, Timed]:
@@ -126,7 +126,7 @@ def _lines(laps: Sequence[tuple[dict[str, float], float, int]], method: Method, 
         lines[REST] = lines.get(REST, 0.0) + max(0.0, took - sum(watched.values()))
         named.append(lines)
     names = dict.fromkeys(name for lines in named for name in lines)
-    return {name: summary([lines.get(name, 0.0) for lines in named], [lap[2] for lap in laps]) for name in names}
+    return {name: steady([lines.get(name, 0.0) for lines in named], [lap[2] for lap in laps]) for name in names}
 
 
 def _held(cache: CompressedCache) -> tuple[int, int, list[list[int] | None], tuple[HeldBuffer, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ try:
 except ImportError:  # not a POSIX system: no count of interruptions, every repeat passes as clean
     resource = None  # type: ignore[assignment]
 
+TRIMMED = 0.15
+"""Share of the repeats at either end that a mean leaves out."""
 ENOUGH = 3
 """Clean repeats that are preferred to many disturbed ones."""
 QUIET_SPREAD, QUIET_SHARE = 1.25, 0.5
@@ -74,6 +76,15 @@ def summary(seconds: Sequence[float], interrupted: Sequence[int]) -> Timed:
     used = clean if len(clean) >= min(ENOUGH, len(times)) else times
     low, quarter, middle, three, high = np.quantile(used, (0.05, 0.25, 0.5, 0.75, 0.95))
     return Timed(float(middle), float(low), float(high), len(times), len(clean), float(three / max(quarter, 1e-12)))
+
+
+def steady(seconds: Sequence[float], interrupted: Sequence[int]) -> Timed:
+    """As `summary`, but the mean without the extremes: steps of some methods take turns, and a median picks a side."""
+    found = summary(seconds, interrupted)
+    times, lost = np.asarray(seconds, float), np.asarray(interrupted)
+    used = np.sort(times[lost == 0] if found.clean >= min(2 * ENOUGH, len(times)) else times)
+    cut = max(1, round(TRIMMED * len(used))) if len(used) > 2 else 0
+    return replace(found, seconds=float(np.mean(used[cut : len(used) - cut])))
 
 
 class Bench:

@@ -69,8 +69,8 @@ def test_the_best_family_that_has_the_format_is_used():
 def test_an_eager_kernel_reads_all_rows_and_pays_for_parts_on_top():
     # one of four rows attended: elements and flops four times, bytes as they are; the part: 2 us a tile of 10,000 rows
     eager = row("decode", "*/eager", "int4", element_rates=((128, 1.0),))
-    part = row("decode", "*/part", "h2o attention", step_s=2e-6)
-    op = replace(READ, held=4.0, adds=(("h2o attention", 1.0),), kernels=("eager",))
+    part = row("decode", "*/part", "h2o eager", step_s=2e-6)
+    op = replace(READ, held=4.0, adds=(("h2o", 1.0),), kernels=("eager",))
     # 1e6 bytes 100 us; 4e6 values at 1e9 a second 4 ms; 4e6 flops 4 us; 10 tiles of 2 us
     assert seconds(op, eager, part) == pytest.approx([100e-6 + 4e-3 + 4e-6, 20e-6])
     assert seconds(op, eager) == pytest.approx([4.104e-3])

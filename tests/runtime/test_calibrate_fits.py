@@ -29,13 +29,13 @@ OPS = [attention(*sizes) for sizes in ((300, 3, 3, 64), (1500, 3, 3, 64), (3000,
 
 
 def times(c, ops):
-    return [float(kernel_time(DEVICE, c, kernel_work(op, True))[0]) * op.pieces for op in ops]
+    return [float(kernel_time(DEVICE, c, kernel_work(op))[0]) * op.pieces for op in ops]
 
 
 def test_prices_come_back():
     samples = [Sample(op, s) for op, s in zip(OPS, times(TRUE, OPS), strict=True)]
     found = fitted(DEVICE, BASE, samples)
-    assert predicted(DEVICE, found, samples, True) == pytest.approx(times(TRUE, OPS), rel=1e-3)
+    assert predicted(DEVICE, found, samples, True, False) == pytest.approx(times(TRUE, OPS), rel=1e-3)
     assert found.t0_s == pytest.approx(2e-4, rel=0.02)
     assert found.step_s == pytest.approx(3e-5, rel=0.05)
     assert dict(found.element_rates) == pytest.approx({64: 0.4, 128: 0.8}, rel=0.05)
@@ -45,7 +45,7 @@ def test_prices_come_back():
 def test_one_disturbed_point_does_not_bend_the_rest():
     seconds = times(TRUE, OPS)
     samples = [Sample(op, s * (3.0 if i == 4 else 1.0)) for i, (op, s) in enumerate(zip(OPS, seconds, strict=True))]
-    close = np.array(predicted(DEVICE, fitted(DEVICE, BASE, samples), samples, True)) / seconds
+    close = np.array(predicted(DEVICE, fitted(DEVICE, BASE, samples), samples, True, False)) / seconds
     assert np.median(np.abs(close - 1.0)) < 0.05
 
 
@@ -65,8 +65,8 @@ def test_errors_come_from_points_that_the_fit_has_not_seen():
     rng = np.random.default_rng(1)
     samples = [Sample(op, s * rng.lognormal(0.0, 0.1)) for op, s in zip(OPS, times(TRUE, OPS), strict=True)]
     c = fitted(DEVICE, BASE, samples)
-    seen = np.abs(np.log([s.seconds for s in samples]) - np.log(predicted(DEVICE, c, samples, True)))
-    assert np.mean(np.abs(left_out(DEVICE, BASE, samples, True))) > np.mean(seen)
+    seen = np.abs(np.log([s.seconds for s in samples]) - np.log(predicted(DEVICE, c, samples, True, False)))
+    assert np.mean(np.abs(left_out(DEVICE, BASE, samples, True, False))) > np.mean(seen)
     assert c.log_error[0] < 0.0 < c.log_error[2]
 
 
