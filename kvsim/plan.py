@@ -97,7 +97,8 @@ class Plan:
                 )
             longest = self.case.model.max_context
             if longest and (self.limits.min_context or 0) > longest:
-                return f"nothing reaches {self.limits.min_context:,} tokens: the model's own context ends at {longest:,}"
+                asked = self.limits.min_context
+                return f"nothing reaches {asked:,} tokens: the model's own context ends at {longest:,}"
             return f"nothing fits within the limits: {text}"
         mine = self.chosen.record
         if self.chosen.method.is_full:
