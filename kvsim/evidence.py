@@ -197,9 +197,10 @@ class Table:
         for rows, own in ((self.own, True), (self.lent, False)):
             for row in rows.get(method, ()):
                 now = kept(method, int(work.prompt_tokens), int(work.new_tokens), model)
-                if now < REACH * row.kept:
+                then = min(row.kept, kept(method, row.prompt, 0, model))  # prompt policies keep all that came later
+                if now < REACH * then:
                     reason = (
-                        f"measured where the method keeps {row.kept:.0%} of {row.prompt + row.scored} tokens; here it "
+                        f"measured where the method keeps {then:.0%} of {row.prompt + row.scored} tokens; here it "
                         f"keeps {now:.0%}"
                     )
                     continue

@@ -127,7 +127,7 @@ def attention_bound(
     """Bound what errors in rows do to attention: q [B, Hq, m, d], (keys, values) [B, H, n, d] and the same as kept.
 
     o' - o = sum p'_j (v'_j - v_j) + sum (p'_j - p_j)(v_j - c) for any c, as both weights sum to one. With r the range
-    of the logits' errors, the total change of weights is at most 2 tanh(r / 4): softmax is 1/4-Lipschitz from the logits'
+    of the logits' errors, weights change by at most 2 tanh(r / 4) in all: softmax is 1/4-Lipschitz from the logits'
     range to total variation, and contracts Hilbert's metric (Birkhoff 1957). |q e_j| <= ||q|| ||e_j|| gives the second.
     unseen: [m, n] True where a query does not see a row.
     """
@@ -281,7 +281,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     side = "bits    error  gap dB  bits"
     head = f"{'method':33} keys: {side} | values: {side} | bound / actual (broken)"
     out = [
-        f"{found['model']} on {found['text']}: distance to the Gaussian rate-distortion limit of each head's covariance",
+        f"{found['model']} on {found['text']}: distance to the Gaussian rate-distortion limit of each head's rows",
         head,
     ]
     for row in found["methods"]:

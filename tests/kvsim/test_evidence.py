@@ -121,6 +121,8 @@ def test_evidence_does_not_reach_beyond_what_was_kept():
     found, why = Table([window], SMALL).of(method, kvsim.Workload(1, 8192), SMALL)
     assert found is None
     assert "89% of 1152 tokens; here it keeps 12%" in why or "here it keeps 13%" in why
+    # a prompt policy kept a quarter of the prompt and all that came after
+    assert Table([row("snapkv(budget=0.25)", 0.1)], SMALL).of(kvsim.parse_method("snapkv(budget=0.25)"), WORK, SMALL)[0]
     # a budget that is a share keeps the same share of any length
     assert Table(ROWS, SMALL).of(kvsim.parse_method("h2o(budget=0.5)"), kvsim.Workload(1, 8000), SMALL)[0] is not None
 
@@ -177,7 +179,7 @@ def test_widening_never_narrows():
     assert gain.ppl_low <= 0.98
 
 
-# -- the shipped table ---------------------------------------------------------------------------------------------------
+# -- the shipped table ---------------------------------------------------------------------------------------------
 
 TABLE = {kvsim.parse_method(r.method): r for r in reversed(shipped()) if r.model == "smollm2-135m"}
 
