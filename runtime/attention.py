@@ -133,7 +133,7 @@ def attend(store: Store, q: Tensor, rule: Rule) -> tuple[Tensor, Step]:
     if _is_plain(store):
         return attend_rows(q, store.keys.rest.read(), store.values.rest.read(), rule, 0), step  # type: ignore[union-attr]
     if store.joint:
-        q = store.mixed(q, store.new_positions)
+        q = store.mixed_queries(q)
         step.queries = q
     pieces = [_attend_block(store, q, rule, start) for start in range(0, q.shape[2], BLOCK)]
     if store.policy is not None and store.policy.step_weights:
@@ -173,7 +173,8 @@ def _live(store: Store, queries: int) -> list[Tensor | None]:
         if before is None:
             return [None]
         ranges = [*before, (settled, appended)]
-    return [leaving.visible(side, ranges) for side in store.sides.values()]
+    sides = [store.keys] if store.values is store.keys else [store.keys, store.values]
+    return [leaving.visible(side, ranges) for side in sides]
 
 
 def _guided(store: Store, logits: Tensor, q: Tensor) -> Tensor:

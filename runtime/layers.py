@@ -130,6 +130,8 @@ class CompressedLayer(CacheLayerMixin):
         for piece in self.pieces:
             piece.store.crop(count)
         self.seen -= count
+        if not self.seen:
+            self.pieces = []
         if self.incoming is not None:
             self.incoming.crop(count)
             if self.incoming.rows:

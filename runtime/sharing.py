@@ -95,6 +95,7 @@ class LayerTwins:
         self.exempt = bool(geometry.window)
         runs = method.tokens.name != "keep" and not self.exempt
         self.ragged = runs and bool(getattr(self._kind[method.tokens.name], "ragged", False))
+        self.sides(0 if self.ragged else None)  # so that what cannot stand here is refused before any row comes
 
     def sides(self, head: int | None = None) -> dict[str, SideTwins]:
         """Twins of the sides that have a width, for all heads or for one."""

@@ -44,6 +44,7 @@ class Store:
         self.seen = self.next_position = self.prompt_tokens = 0
         self.reduced = False
         self.waiting: list[Step] = []
+        self.new_positions: Tensor | None = None
 
     @property
     def keys(self) -> Side:
@@ -85,6 +86,12 @@ class Store:
             if "v" in self.sides:
                 self.sides["v"].append(v)
         self.seen += k.shape[2]
+
+    def mixed_queries(self, q: Tensor) -> Tensor:
+        """Queries of the rows just written."""
+        positions, self.new_positions = self.new_positions, None
+        assert positions is not None
+        return self.mixed(q, positions)
 
     def mixed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Keys or queries as a joint latent wants them: elite frequencies rotated, all others not."""

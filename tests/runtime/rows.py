@@ -48,7 +48,7 @@ class Shape:
 def tiny(shape):
     """A one-layer Llama of this shape: it lends its rotary embedding and calibrates parts."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=shape.width,
+    config = LlamaConfig(vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=1, head_dim=shape.width,
                          num_attention_heads=shape.n_heads, num_key_value_heads=shape.n_kv_heads)  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
