@@ -157,8 +157,8 @@ def sweep(
     prompts = np.atleast_1d(np.asarray(whole(prompt_tokens, "prompt tokens")))
     batches = np.atleast_1d(np.asarray(whole(batch, "batch", low=1)))
     new_tokens = one_whole(new_tokens, "new tokens")
-    if prompts.ndim > 1 or batches.ndim > 1:
-        raise KvsimError("sweep takes prompt tokens and batches as lists, which it combines; predict takes arrays")
+    if prompts.ndim > 1 or batches.ndim > 1 or not (prompts.size and batches.size):
+        raise KvsimError("sweep takes prompt tokens and batches as lists of one or more, which it combines")
     shape = (len(parsed), batches.size, prompts.size)
     columns: dict[str, NDArray[Any]] = {
         c: np.empty(shape, bool if c == "fits" else np.float64 if c.endswith("_s") else np.int64) for c in COLUMNS

@@ -20,13 +20,11 @@ MAX_COUNT = 2**40
 def whole(value: Any, what: str, low: int = 0, high: int = MAX_COUNT) -> Count:
     """Return `value` as an int or int64 array in [low, high]; raise KvsimError naming `what` otherwise."""
     array = np.asarray(value)
-    if not array.size:
-        raise KvsimError(f"{what} must not be empty, got {shown(value)}")
     if array.dtype == bool or array.dtype.kind not in "iuf":
         raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
     if array.dtype.kind == "f" and (not np.all(np.isfinite(array)) or np.any(array != np.floor(array))):
         raise KvsimError(f"{what} must be a whole number, got {shown(value)}")
-    if array.min() < low or array.max() > high:
+    if array.size and (array.min() < low or array.max() > high):
         raise KvsimError(f"{what} must lie between {low} and {high}, got {shown(value)}")
     if array.ndim == 0:
         return int(array)
@@ -62,6 +60,9 @@ class Workload:
         object.__setattr__(self, "batch", whole(self.batch, "batch", low=1))
         object.__setattr__(self, "prompt_tokens", whole(self.prompt_tokens, "prompt tokens"))
         object.__setattr__(self, "new_tokens", whole(self.new_tokens, "new tokens"))
+        for name in ("batch", "prompt_tokens", "new_tokens"):
+            if not np.size(getattr(self, name)):
+                raise KvsimError(f"{name.replace('_', ' ')} must not be empty")
         try:
             np.broadcast_shapes(*(np.shape(x) for x in (self.batch, self.prompt_tokens, self.new_tokens)))
         except ValueError:
