@@ -70,7 +70,8 @@ def pictures(plan: Plan) -> list[Picture]:
         Picture("time", "One decode step of the whole batch as the context grows; bands are 90% intervals.", 4.2,
                 lambda ax: context_time(grid, int(work.batch), ax, plan.limits.max_tpot_ms)),
         Picture("pareto", "All methods that were considered; the frontier keeps more, is smaller or is faster than any "
-                "other. Hollow: does not fit or carries a caution.", 5.2, lambda ax: pareto(plan, ax=ax, most_labels=8)),
+                "other. Hollow: does not fit or carries a caution.", 5.2,
+                lambda ax: pareto(plan, ax=ax, most_labels=8)),
         Picture("roofline", "Attention of one step under the device's roof; above the slope the last-level cache "
                 "helps. Bars are 90% intervals.", 4.6, lambda ax: roofline([c.record for c in many], ax=ax)),
     ]  # fmt: skip
@@ -126,7 +127,8 @@ def _inline(svg: str, picture: Picture) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{picture.name}-", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    for side in ("height", "width"):
+        svg = re.sub(rf'(<svg[^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.caption, quote=True)}"', 1)
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from runtime.cache import CompressedCache as CompressedCache
 
 _HOMES = {"CompressedCache": "runtime.cache"}
-__all__ = sorted(_HOMES)
+__all__ = ["CompressedCache"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -68,9 +69,9 @@ class ModelBasis(BasisTwin):
     calibrated: ClassVar[tuple[str, ...]] = ()
     _made: Tensors | None = None
 
+    @abstractmethod
     def make(self) -> Tensors:
         """The per-model buffers."""
-        raise NotImplementedError
 
     def model_buffers(self) -> Tensors:
         """The same tensors at every call."""

@@ -1,12 +1,13 @@
 """What the running twin of a part owes: tensors in, tensors out; each takes the kvsim part itself as its settings.
 
-Shapes everywhere: B sequences, H stored heads, n rows, d values. Packed buffers are [B, H', rows, w] with the rows, widths
-and bits that the part's own `buffers()` declares, so that bytes agree by construction or an assertion fails.
+Shapes everywhere: B sequences, H stored heads, n rows, d values. Packed buffers are [B, H', rows, w] with the rows,
+widths and bits that the part's own `buffers()` declares, so that bytes agree by construction or an assertion fails.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +17,7 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kvsim.errors import KvsimError
 from kvsim.parts import Basis, Correction, Format, Part, Place, TokenPolicy
 
 P = TypeVar("P", bound=Part)
@@ -38,7 +40,7 @@ class Setting:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + place.layer * 2 + (place.side == "v"))
 
 
-class Twin(Generic[P]):
+class Twin(ABC, Generic[P]):
     """A part, running. `part` is the kvsim part: the only place where settings live."""
 
     part_name: ClassVar[str] = ""
@@ -77,20 +79,21 @@ class FormatTwin(Twin[Format]):
         """
         return {}
 
+    @abstractmethod
     def encode(self, x: Tensor, fixed: Tensors) -> Tensors:
         """Encode one flush of rows x [B, H, n, d] into buffers [B, H', rows, w] (codes packed to uint8).
 
-        n is a multiple of the part's `unit`. Values that overflow a scale's dtype: an error or a wider scale, never inf.
+        n is a multiple of the part's `unit`. Values that overflow a scale's dtype: an error or a wider
+        scale, never inf.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, rows: Tensors, fixed: Tensors, blocks: Tensor) -> Tensor:
         """Rows back, [B, H, n, d] in the setting's dtype.
 
         rows: buffers of a run of encoded rows that starts at a unit's first row. blocks: [n] int64, for each row the
         index into block buffers (those with one row a flush) of its block.
         """
-        raise NotImplementedError
 
     def rows_per(self, name: str) -> int:
         """Token rows for one row of a buffer: 1, the unit for group scales, 0 for an entry a flushed block.
@@ -111,9 +114,9 @@ class CorrectionTwin(Twin[Correction]):
         """Buffers that describe the error x - decoded of one flush (low rank)."""
         return {}
 
+    @abstractmethod
     def restore(self, decoded: Tensor, rows: Tensors, blocks: Tensor) -> Tensor:
         """Decoded rows [B, H, n, d] with the correction applied."""
-        raise NotImplementedError
 
     def rows_per(self, name: str) -> int:
         """As FormatTwin.rows_per."""
@@ -124,7 +127,8 @@ class BasisTwin(Twin[Basis]):
     """A linear change of coordinates, one map a head: row = coefficients @ map (+ offset).
 
     `fixed` holds the per-sequence buffers and may hold the per-model ones, which are then used. Where the part writes
-    both sides (`both_sides`), a row's coefficients are the sum of what both twins project, and both twins' maps read it.
+    both sides (`both_sides`), a row's coefficients are the sum of what both twins project, and both twins' maps
+    read it.
     """
 
     block_maps: ClassVar[bool] = False
@@ -138,13 +142,13 @@ class BasisTwin(Twin[Basis]):
         """Fixed per-sequence buffers [B, H', rows, w] from rows x [B, H, n, d], n >= part.minimum_rows."""
         return {}
 
+    @abstractmethod
     def project(self, x: Tensor, fixed: Tensors) -> Tensor:
         """Coefficients [B, Hl, n, r] of rows x [B, H, n, d]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def maps(self, fixed: Tensors) -> Tensor:
         """Maps [B, H, r, d]: head h of a row is coefficients @ maps[:, h]."""
-        raise NotImplementedError
 
     def offset(self, fixed: Tensors) -> Tensor | None:
         """A constant row [B, H, 1, d] added to every reconstruction, or None."""
@@ -159,15 +163,15 @@ class BasisTwin(Twin[Basis]):
 
     def block_map(self, fixed: Tensors) -> Tensor:
         """With `block_maps`: the map [B, Hl, r, r] of a block that is flushed now."""
-        raise NotImplementedError
+        raise KvsimError(f"{self.part.name} asked for `block_map`, which its twin does not have")
 
     def turned(self, coefficients: Tensor, maps: Tensor, blocks: Tensor) -> Tensor:
         """With `block_maps`: flushed coefficients [B, Hl, n, r] in the present basis; blocks: [n], each row's block."""
-        raise NotImplementedError
+        raise KvsimError(f"{self.part.name} asked for `turned`, which its twin does not have")
 
     def mix(self, rotated: Tensor, unrotated: Tensor, fixed: Tensors) -> Tensor:
         """With `both_sides`: keys or queries [B, H or Hq, n, d] as this basis rotates them, from both forms."""
-        raise NotImplementedError
+        raise KvsimError(f"{self.part.name} asked for `mix`, which its twin does not have")
 
 
 class Rotates(Protocol):
@@ -184,10 +188,10 @@ class Rotates(Protocol):
 class Prompt:
     """What a token policy may look at when the prompt ends; rows are after RoPE unless the method says otherwise.
 
-    keys, values: [B, H, T, d]. queries: the last `queries` query rows [B, Hq, w, d]. mass: attention weights summed over
-    all queries of the prompt and averaged over the query heads of a KV head, [B, H, T]; seen_by: how many queries could
-    see each row, [T]; last: weights of the last query, [B, H, T]; hits: queries whose weight exceeded their mean, [B, H, T]
-    (None where the policy does not ask for weights). scores: [B, H, T] from a pass outside (gradients), or None.
+    keys, values: [B, H, T, d]. queries: the last `queries` query rows [B, Hq, w, d]. mass: attention weights summed
+    over all queries of the prompt and averaged over the query heads of a KV head, [B, H, T]; seen_by: how many queries could
+    see each row, [T]; last: weights of the last query, [B, H, T]; hits: queries whose weight exceeded their mean,
+    [B, H, T] (None where the policy does not ask for weights). scores: [B, H, T] from a pass outside (gradients), or None.
     rotation, positions [B, T]: the model's rotary embedding and where rows stand; None: unknown, and 0 to T - 1.
     """
 

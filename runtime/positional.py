@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,9 +18,9 @@ Indices = NDArray[np.int64]
 class Positional(PolicyTwin):
     """A twin states `stays`; the sets must only ever lose rows that age, so nothing is held for them."""
 
+    @abstractmethod
     def stays(self, rows: Indices, seen: int) -> NDArray[np.bool_]:
         """Whether each of `rows` (absolute) is held once `seen` tokens have come."""
-        raise NotImplementedError
 
     def held(self, seen: int) -> Indices:
         """Absolute rows held after `seen` tokens, ascending."""

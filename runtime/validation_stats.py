@@ -41,7 +41,8 @@ def _line(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     half = np.array([(r["high_s"] - r["low_s"]) / (2.0 * r["predicted_s"]) for r in rows])
     low, high = coverage_range(rows, seed)
     size = np.abs(error)
-    return {"rows": len(rows), "median_error": float(np.median(size)), "mean_error": float(np.mean(size)), "bias": float(np.median(error)),
+    return {"rows": len(rows), "median_error": float(np.median(size)), "mean_error": float(np.mean(size)),
+            "bias": float(np.median(error)),
             "coverage": float(np.mean([inside(r) for r in rows])),
             "coverage_low": low, "coverage_high": high, "consistent_with_90": low <= 0.9 <= high,
             "median_half_width": float(np.median(half))}

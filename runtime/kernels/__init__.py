@@ -59,7 +59,8 @@ def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
 def _into(q: Tensor, maps: Tensor) -> Tensor:
     """Queries in the latent of their KV head, fp32 [B, Hq, 1, r]."""
     batch, heads, _, width = q.shape
-    return (q.reshape(batch, maps.shape[1], -1, width).float() @ maps.float().transpose(2, 3)).reshape(batch, heads, 1, -1)
+    found = q.reshape(batch, maps.shape[1], -1, width).float() @ maps.float().transpose(2, 3)
+    return found.reshape(batch, heads, 1, -1)
 
 
 def _out_of(latent: Tensor, maps: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
-    for fact in (torch.__version__, compiler, platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()):
+    capability = torch.backends.cpu.get_cpu_capability()
+    for fact in (torch.__version__, compiler, platform.machine(), capability, _processor()):
         digest.update(fact.encode())
     return digest.hexdigest()[:12]
 

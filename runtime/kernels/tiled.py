@@ -29,7 +29,8 @@ class TiledPaged(Paged):
     def _chunk(self, rows: int) -> Tensor:
         batch, heads, _, width = self._empty.shape
         # rows that are read beside the last ones must not be numbers that trap or poison: zeros
-        return self._empty.new_zeros((batch, heads, self._room(rows) // self.tile, width // self.element, self.tile, self.element))
+        shape = (batch, heads, self._room(rows) // self.tile, width // self.element, self.tile, self.element)
+        return self._empty.new_zeros(shape)
 
     def append(self, x: Tensor) -> None:
         """Add rows x [B, H, n, w] behind those that are there."""
