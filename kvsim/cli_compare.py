@@ -15,12 +15,13 @@ from kvsim.cli_options import json_option, print_json
 def compare_command(evidence: str | None, as_json: bool) -> None:
     """Compare families of methods as the survey does, computed."""
     from kvsim import compare
+    from kvsim.claims import claims as claims_of
     from kvsim.evidence import gathered
     from kvsim.scenarios import answers
 
     rows = gathered(evidence)
     members = compare.members(rows)
-    matrix, claims, scenarios = compare.matrix(members), compare.claims(members, rows), answers(rows)
+    matrix, claims, scenarios = compare.matrix(members), claims_of(members, rows), answers(rows)
     if as_json:
         print_json(
             {

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 import kvsim
 from kvsim import compare, scenarios
+from kvsim.claims import claims
 from kvsim.cli import main
 from kvsim.evidence import shipped
 
@@ -45,10 +46,10 @@ def test_figures_are_those_of_the_evidence(members):
 
 
 def test_claims_have_verdicts_and_pairs_follow_the_figures(members):
-    found = compare.claims(members, shipped())
+    found = claims(members, shipped())
     assert len(found) == 7 + 6 + 6  # the survey's lists
     assert {c.verdict for c in found} <= {"holds", "partly", "fails", "not measured"}
-    nothing = compare.claims(members, ())
+    nothing = claims(members, ())
     assert sum(c.verdict == "not measured" for c in nothing) > sum(c.verdict == "not measured" for c in found)
 
 
