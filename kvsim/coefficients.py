@@ -30,6 +30,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "slots": (0.25, 64.0),
     "group_limit": (1.0, 1e9),
     "power": (0.0, 8.0),
+    "single_t0_s": (0.0, 1e-2),
+    "single_share": (0.0, 1.1),
+    "single_s": (0.0, 1e-2),
 }
 """What physics allows for each number; a value outside is a slip of the pen or of a unit."""
 
@@ -48,6 +51,8 @@ class Coefficient:
     window. step_s: seconds for each 1,024 of a matrix product's k, or of decode's rows, walked one after another.
     power: how memory, conversion and compute overlap: (a^p + b^p + c^p)^(1/p) with p = 1 (one after another), 2 or 8
     (the longest alone counts); 0: 8, and 2 in prefill.
+    single_t0_s, single_share, single_s: fixed cost, bandwidth share and seconds for each 1,024 outputs of a product
+    of one row (m = 1), where a kernel of its own does it (share 0: no such kernel).
     group_limit: query heads per KV head beyond which each query head reads alone.
     log_error: 5%, 50% and 95% quantiles of ln(measured / predicted); memory_log_error: the same where moving bytes
     takes at least half of the time (None: no difference). rows: measurements behind it, devices: on what.
@@ -72,6 +77,9 @@ class Coefficient:
     step_s: float = 0.0
     group_limit: float = 1e9
     power: float = 0.0
+    single_t0_s: float = 0.0
+    single_share: float = 0.0
+    single_s: float = 0.0
     log_error: tuple[float, float, float] = (-0.7, 0.0, 0.7)
     memory_log_error: tuple[float, float, float] | None = None
     rows: int = 0

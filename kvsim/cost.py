@@ -137,6 +137,8 @@ def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k
     """Seconds and named terms of y[m, n] = x[m, k] w[n, k]^T with one set of coefficients.
 
         t0 + step_s * k / 1024 + sqrt(memory^2 + compute^2)
+
+    and for m = 1, where a kernel of its own does it: single_t0 + memory at its share + single_s * n / 1024.
     """
     facts = known_dtype(dtype)
     weights = 1.0 * n * k
@@ -145,9 +147,15 @@ def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k
     moved = weights * (facts.bits / 8.0) + m * ((2.0 + quantized) * k + 2.0 * n)
     memory = _memory(device, c, moved, None)
     compute = weights * m * (2.0 / (c.flops_share * unit_of(device, dtype)))
-    walk = k * (c.step_s / 1024.0)
-    seconds = np.sqrt(memory * memory + compute * compute) + walk + c.t0_s
-    return seconds, (("launch", c.t0_s), ("memory", memory), ("compute", compute), ("walk", walk))
+    walk, launch = k * (c.step_s / 1024.0), c.t0_s
+    seconds = np.sqrt(memory * memory + compute * compute) + walk + launch
+    if c.single_share and np.any(one := np.equal(m, 1)):
+        alone = moved * (1.0 / (c.single_share * device.bandwidth_bytes_per_s))
+        each = n * (c.single_s / 1024.0)
+        memory, walk = np.where(one, alone, memory), np.where(one, each, walk)
+        seconds = np.where(one, c.single_t0_s + alone + each, seconds)
+        launch = np.where(one, c.single_t0_s, launch)
+    return seconds, (("launch", launch), ("memory", memory), ("compute", compute), ("walk", walk))
 
 
 def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format: str = "bf16",

@@ -6,19 +6,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 import kvsim
 from kvsim.coefficients import Coefficient
-from kvsim.fitting import FEW, fit, quantiles
+from kvsim.fitting import fit, quantiles
 from kvsim.hardware import HardwareProfile
+from kvsim.kernels import FORMATS
 from kvsim.measured import Table
 from kvsim.op import EAGER, FUSED, PART, Op, on_top, op_seconds
 from kvsim.prediction import phase_ops
 from kvsim.record import Case
 from runtime.calibration_plan import PLAIN_POLICIES
-from runtime.coefficient_fit import SLOTS, Sample, fitted
+from runtime.coefficient_fit import SLOTS, Fitted, Sample, fitted
 from runtime.microbench import Point
 from runtime.watch import REST
 
@@ -59,17 +61,38 @@ def ops_of(device: HardwareProfile, point: Point, dtype: str) -> tuple[Op, ...]:
 
 
 def product_rows(origin: Origin, points: Sequence[Point], path: str) -> list[Coefficient]:
-    """Matrix products by dtype, by the fit that public tables get; `path`: a file that holds the device so far."""
+    """Matrix products by dtype: those of several rows by the fit that public tables get, single rows on their own.
+
+    path: a file that holds the device so far.
+    """
     found = []
     for dtype in dict.fromkeys(str(dict(p.work)["dtype"]) for p in points):
-        mine = [p for p in points if dict(p.work)["dtype"] == dtype]
-        sizes = {n: np.array([dict(p.work)[n] for p in mine], np.int64) for n in ("m", "n", "k")}
-        count = len(mine)
+        mine = [dict(p.work) | {"seconds": p.seconds} for p in points if dict(p.work)["dtype"] == dtype]
+        several, single = ([w for w in mine if (w["m"] == 1) == one] for one in (False, True))
+        sizes = {n: np.array([w[n] for w in several], np.int64) for n in ("m", "n", "k")}
+        count = len(several)
         table = Table("matmul", np.full(count, path), np.full(count, "torch"), np.full(count, dtype), sizes,
-                      np.array([p.seconds for p in mine]))
+                      np.array([w["seconds"] for w in several]))
         one = replace(fit(table, "torch/linear", dtype), source=origin.source, date=origin.date)
-        found.append(_widened(one))
+        found.append(_widened(_single(origin.device, one, single, dtype)))
     return found
+
+
+def _single(device: HardwareProfile, c: Coefficient, points: Sequence[dict[str, Any]], dtype: str) -> Coefficient:
+    """The same with the price of one row: weights streamed once, each output a sum of its own."""
+    from scipy.optimize import nnls
+
+    if len(points) < 3:
+        return c
+    seconds = np.array([w["seconds"] for w in points])
+    size = FORMATS[dtype].bits / 8.0
+    moved = np.array([size * w["n"] * w["k"] for w in points])
+    columns = np.stack([np.ones(len(points)), moved, np.array([w["n"] / 1024.0 for w in points])], axis=1)
+    scale = columns.max(axis=0)
+    found, _ = nnls(columns / scale / seconds[:, None], np.ones(len(points)))
+    start, stream, each = found / scale
+    share = 1.0 / max(stream * device.bandwidth_bytes_per_s, 1.0 / 1.1)
+    return replace(c, single_t0_s=float(start), single_share=float(max(share, 0.01)), single_s=float(each))
 
 
 def prefill_rows(origin: Origin, points: Sequence[Point]) -> list[Coefficient]:
@@ -79,15 +102,15 @@ def prefill_rows(origin: Origin, points: Sequence[Point]) -> list[Coefficient]:
         w = dict(p.work)
         whole = Point("prefill attention", tuple({**w, "prompt": w["rows"], "method": "full"}.items()), 0.0, 1.0, 1.0)
         by_format[w["format"]] += [Sample(op, p.seconds) for op in ops_of(origin.device, whole, w["format"])]
-    return [_widened(fitted(origin.device, origin.base("prefill", SDPA, form), samples, own=False))
-            for form, samples in by_format.items()]
+    return pooled([fitted(origin.device, origin.base("prefill", SDPA, form), samples, own=False)
+                   for form, samples in by_format.items()])
 
 
 def layer_rows(origin: Origin, points: Sequence[Point], dtype: str, prefills: list[Coefficient]) -> list[Coefficient]:
     """Attention over caches, writing and policies, each part by its name."""
     attention = [p for p in points if p.what == "decode attention"]
     rows = _formats(origin, attention, dtype)
-    device = replace(origin.device, own_coefficients=(*rows, *prefills, _any(origin)))
+    device = replace(origin.device, own_coefficients=(*(r.row for r in rows), *prefills, _any(origin)))
     rows += _on_top(replace(origin, device=device), attention, dtype)
     by_key: dict[str, list[Sample]] = defaultdict(list)
     for p in points:
@@ -99,11 +122,12 @@ def layer_rows(origin: Origin, points: Sequence[Point], dtype: str, prefills: li
         if main is not None and main.keys:
             other = sum(float(t.seconds) for op in ops.values() if op is not main for t in op_seconds(device, op))
             by_key[main.keys[-1][0]].append(Sample(main, p.seconds - other, str(dict(p.work)["method"]), other))
-    known: dict[str, Coefficient] = {}
+    known: dict[str, Fitted] = {}
     for key, samples in sorted(by_key.items(), key=lambda item: max(len(s.op.keys) for s in item[1])):
-        own = _without_known(replace(device, own_coefficients=(*known.values(), _any(origin))), samples, key)
+        so_far = replace(device, own_coefficients=(*(k.row for k in known.values()), _any(origin)))
+        own = _without_known(so_far, samples, key)
         known[key] = fitted(origin.device, origin.base("elementwise", PARTS, key), own)
-    return [*_pooled(rows), *_pooled(list(known.values()))]
+    return pooled([*rows, *known.values()])
 
 
 def _any(origin: Origin) -> Coefficient:
@@ -120,7 +144,7 @@ def _without_known(device: HardwareProfile, samples: list[Sample], key: str) -> 
     return found
 
 
-def _formats(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coefficient]:
+def _formats(origin: Origin, points: Iterable[Point], dtype: str) -> list[Fitted]:
     """The kernels themselves: torch's own, and those over packed rows by format, with nothing on top."""
     groups: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for p in points:
@@ -137,7 +161,7 @@ def _formats(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coeffi
             for (family, form), samples in sorted(groups.items(), key=lambda g: order.index(g[0][0]))]
 
 
-def _on_top(origin: Origin, points: Iterable[Point], dtype: str) -> list[Coefficient]:
+def _on_top(origin: Origin, points: Iterable[Point], dtype: str) -> list[Fitted]:
     """What bases, corrections and policies add to attention on rows of a format, fused and eager."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for p in points:
@@ -173,7 +197,7 @@ def activation_rows(origin: Origin, samples: Sequence[tuple[Op, Op, float]]) -> 
         once.append(Sample(around, max(short - per * float(few.count), 1e-6), paid=per * float(few.count)))
     rows = [fitted(origin.device, origin.base("elementwise", PARTS, "activations"), inside),
             fitted(origin.device, origin.base("elementwise", PARTS, "around layers"), once)]
-    return [_widened(c) for c in rows]
+    return [_widened(r.row) for r in rows]
 
 
 def stream_row(origin: Origin, points: Sequence[Point], launch: Point) -> Coefficient:
@@ -200,22 +224,19 @@ def stream_row(origin: Origin, points: Sequence[Point], launch: Point) -> Coeffi
     return replace(best[1], log_error=quantiles(best[2]))
 
 
-def _pooled(rows: list[Coefficient]) -> list[Coefficient]:
-    """Rows with few measurements share the errors of their kind: eight points have no 5% quantile of their own."""
-    by_kind: dict[tuple[str, str], list[Coefficient]] = defaultdict(list)
-    for c in rows:
-        by_kind[c.op, c.kernel].append(c)
+def pooled(rows: Sequence[Fitted]) -> list[Coefficient]:
+    """Rows of one kind share their errors: eight points have no 5% quantile of their own."""
+    by_kind: dict[tuple[str, str], list[Fitted]] = defaultdict(list)
+    for one in rows:
+        by_kind[one.row.op, one.row.kernel].append(one)
     found = []
-    for c in rows:
-        kin = [k.log_error for k in by_kind[c.op, c.kernel]]
-        low, high = float(np.median([k[0] for k in kin])), float(np.median([k[2] for k in kin]))
-        own = c.log_error if c.rows >= FEW else (min(low, c.log_error[1]), c.log_error[1], max(high, c.log_error[1]))
-        found.append(_widened(replace(c, log_error=own)))
+    for one in rows:
+        kin = by_kind[one.row.op, one.row.kernel]
+        errors = np.concatenate([k.errors - np.median(k.errors) for k in kin])
+        found.append(_widened(replace(one.row, log_error=quantiles(errors))))
     return found
 
 
 def _widened(c: Coefficient) -> Coefficient:
     low, middle, high = c.log_error
-    wide = (-((low * low + NOISE**2) ** 0.5), middle, (high * high + NOISE**2) ** 0.5)
-    return replace(c, log_error=(min(wide[0], middle), middle, max(wide[2], middle)))
-
+    return replace(c, log_error=(-((low * low + NOISE**2) ** 0.5), middle, (high * high + NOISE**2) ** 0.5))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from kvsim.cost import WALKED, kernel_time
 from kvsim.fitting import quantiles
 from kvsim.hardware import HardwareProfile
 from kvsim.kernels import unit_of
-from kvsim.op import Op, kernel_work
+from kvsim.op import PART, Op, kernel_work
 
 Floats = NDArray[np.float64]
 ROUNDS = 6
@@ -48,11 +48,19 @@ def predicted(device: HardwareProfile, c: Coefficient, samples: Sequence[Sample]
     return np.array([float(t) * (float(s.op.pieces) if own else 1.0) for t, s in zip(once, samples, strict=True)])
 
 
+class Fitted(NamedTuple):
+    """A coefficient, and ln(measured / predicted) of its samples, each predicted by a fit to the others."""
+
+    row: Coefficient
+    errors: Floats
+
+
 def fitted(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool = True,
-           gathers: bool = False) -> Coefficient:
-    """The base with its times replaced by those that fit the samples, and errors of samples left out in `log_error`."""
+           gathers: bool = False) -> Fitted:
+    """The base with its times replaced by those that fit the samples; own, gathers: as for `kernel_work`."""
+    errors = left_out(device, base, samples, own, gathers)
     whole = _fit(device, base, samples, own, gathers)
-    return replace(whole, log_error=quantiles(left_out(device, base, samples, own, gathers)), rows=len(samples))
+    return Fitted(replace(whole, log_error=quantiles(errors), rows=len(samples)), errors)
 
 
 def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool, gathers: bool) -> Floats:
@@ -79,14 +87,17 @@ def _columns(device: HardwareProfile, base: Coefficient, samples: Sequence[Sampl
     stream, peak = 1.0 / device.bandwidth_bytes_per_s, 1.0 / unit_of(device, "bf16")
     found = {"t0_s": (pieces, 0.0, 9e-3), "bytes": (all_of("bytes_moved"), stream / MOST_SHARE, stream / LEAST_SHARE),
              "flops": (all_of("flops"), peak / MOST_FLOPS, peak / LEAST_FLOPS)}
-    if base.op == "decode":
-        found["step_s"] = (np.ceil(all_of("rows") / pieces / WALKED) * pieces, 0.0, 9e-3)
+    if base.op == "decode" and not gathers:
+        # values, bytes and flops are nearly the same thing thrice: conversion is what differs, the rest has its floor
+        for name in ("bytes", "flops"):
+            found[name] = (found[name][0], found[name][1], found[name][1])
         dims = np.array([s.op.head_dim for s in samples])
+        if base.kernel.endswith(PART):
+            dims = np.full(len(dims), 128)
+        else:
+            found["step_s"] = (np.ceil(all_of("rows") / pieces / WALKED) * pieces, 0.0, 9e-3)
         for head_dim in sorted(set(dims.tolist())):
             found[f"elements.{head_dim}"] = (all_of("elements") * (dims == head_dim), 0.0, 1e-6)
-        if own and not gathers:
-            # values and bytes are the same thing twice: bytes at the stream's price, the rest is conversion
-            found["bytes"] = (found["bytes"][0], stream / MOST_SHARE, stream / MOST_SHARE)
     return {name: column for name, column in found.items() if column[0].any()}
 
 
