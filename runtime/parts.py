@@ -189,9 +189,10 @@ class Prompt:
     """What a token policy may look at when the prompt ends; rows are after RoPE unless the method says otherwise.
 
     keys, values: [B, H, T, d]. queries: the last `queries` query rows [B, Hq, w, d]. mass: attention weights summed
-    over all queries of the prompt and averaged over the query heads of a KV head, [B, H, T]; seen_by: how many queries could
-    see each row, [T]; last: weights of the last query, [B, H, T]; hits: queries whose weight exceeded their mean,
-    [B, H, T] (None where the policy does not ask for weights). scores: [B, H, T] from a pass outside (gradients), or None.
+    over all queries of the prompt and averaged over the query heads of a KV head, [B, H, T]; seen_by: how many queries
+    could see each row, [T]; last: weights of the last query, [B, H, T]; hits: queries whose weight exceeded their mean,
+    [B, H, T] (None where the policy does not ask for weights). scores: [B, H, T] from a pass outside (gradients), or
+    None.
     rotation, positions [B, T]: the model's rotary embedding and where rows stand; None: unknown, and 0 to T - 1.
     """
 
