@@ -147,7 +147,8 @@ def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k
     moved = weights * (facts.bits / 8.0) + m * ((2.0 + quantized) * k + 2.0 * n)
     memory = _memory(device, c, moved, None)
     compute = weights * m * (2.0 / (c.flops_share * unit_of(device, dtype)))
-    walk, launch = k * (c.step_s / 1024.0), c.t0_s
+    walk: Real = k * (c.step_s / 1024.0)
+    launch: Real = c.t0_s
     seconds = np.sqrt(memory * memory + compute * compute) + walk + launch
     if c.single_share and np.any(one := np.equal(m, 1)):
         alone = moved * (1.0 / (c.single_share * device.bandwidth_bytes_per_s))
