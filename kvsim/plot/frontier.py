@@ -78,17 +78,20 @@ def pareto(
     y: str = "tpot_s",
     ax: Axes | None = None,
     most_labels: int = 12,
-    log: bool = False,
+    log: str = "",
 ) -> Axes:
     """Methods by two figures; the frontier, the chosen method and the full cache named.
 
     Args:
         source: a plan, its DataFrame, or rows with `method`, `family`, `fits` and both figures.
-        x, y: names of FIGURES. most_labels: at most so many names, spread evenly. log: logarithmic x.
+        x, y: names of FIGURES. most_labels: at most so many names, spread evenly. log: which axes are logarithmic
+            (`x`, `y` or `xy`); rows without a positive figure there are left out, and counted in the title.
 
     Large: on the frontier. Hollow: does not fit, or is not recommended. `data(ax)` holds every point.
     """
     rows = pareto_rows(source, x, y)
+    whole = len(rows)
+    rows = [r for r in rows if ("x" not in log or r[x] > 0) and ("y" not in log or r[y] > 0)]
     (x_words, to_x), (y_words, to_y) = FIGURES[x], FIGURES[y]
     with page(ax, (SIZE[0], 5.0)) as axes:
         _marks(axes, [{**r, "at": (to_x(r[x]), to_y(r[y]))} for r in rows])
@@ -100,8 +103,8 @@ def pareto(
         if x == "needed_bytes" and len(limits) == 1:
             limit = gib(limits.pop())
             axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.5, label=f"capacity, {limit:.2f} GiB")
-        if log:
-            axes.set_xscale("log")
+        for axis in log:
+            axes.set(**{f"{axis}scale": "log"})
         axes.set_xlabel(x_words)
         axes.set_ylabel(y_words)
         axes.margins(0.08, 0.1)
@@ -110,7 +113,8 @@ def pareto(
         points = [(to_x(r[x]), to_y(r[y]), str(r["method"])) for r in shown_rows]
         marks = [(to_x(r[x]), to_y(r[y])) for r in rows]
         strong = [str(r["method"]) for r in rows if r.get("chosen")]
-        title(axes, f"{len(rows)} methods, {len(front)} of them on the frontier (large marks)")
+        left = f"; {whole - len(rows)} at zero not shown" if whole > len(rows) else ""
+        title(axes, f"{len(rows)} methods, {len(front)} of them on the frontier (large marks)" + left)
         label(axes, points, marks, strong=strong)  # last: what changes the layout would move names onto each other
         return remember(axes, rows)
 

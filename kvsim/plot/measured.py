@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,10 @@ from kvsim.plot.style import BLACK, FAINT, FAMILIES, LIMIT, MARKERS, SERIES, SIZ
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+LEAST = 1e-6
+"""A loss that no logarithmic axis needs to show: what arithmetic alone makes of the full cache."""
 
 
 def measured_rows(source: Any) -> list[Row]:
@@ -76,7 +81,7 @@ def _worst(ax: Axes, row: Row, name: str) -> None:
     ax.plot(*at, "o", markersize=13, markerfacecolor="none", color=LIMIT, markeredgewidth=1.4)
     factor = row["predicted_s"] / row["measured_s"]
     ratio = f"{factor:.2g}x too slow" if factor > 1 else f"{1 / factor:.2g}x too fast"
-    label(ax, [(*at, f"worst: {row.get(name, 'unnamed')}, {ratio}")])
+    label(ax, [(*at, fill(f"worst: {row.get(name, 'unnamed')}, {ratio}", 36))])
 
 
 def quality_bytes(
@@ -92,13 +97,14 @@ def quality_bytes(
         source: rows with `method`, `family`, `bits_per_value` and y. y: relative_error, kl or ppl_ratio.
         limit: rows with `bits_per_value` and y of the rate-distortion limit, as `kvsim.distortion.limit_rows` gives.
     """
-    rows = [dict(row) for row in rows_of(source)]
+    held = [dict(row) for row in rows_of(source)]
     for key in ("method", "bits_per_value", y):
-        column(rows, key)
+        column(held, key)
+    rows = [row for row in held if row[y] > LEAST]
     bound = [] if limit is None else [{**row, "method": "limit"} for row in rows_of(limit)]
     with page(ax, (SIZE[0], 4.8)) as axes:
         for name, (colour, marker, words) in FAMILIES.items():
-            mine = [r for r in rows if r.get("family", "hybrid") == name and r[y] > 0]
+            mine = [r for r in rows if r.get("family", "hybrid") == name]
             if mine:
                 size = 11 if marker == "*" else 6
                 points = [r["bits_per_value"] for r in mine], [r[y] for r in mine]
@@ -112,12 +118,12 @@ def quality_bytes(
         axes.set_ylabel(FIGURES[y][0] if y in FIGURES else y)
         axes.set_xlim(left=0)
         below(axes)
-        order = sorted((r for r in rows if r[y] > 0), key=lambda r: r["bits_per_value"])
+        order = sorted(rows, key=lambda r: r["bits_per_value"])
         some = order if len(order) <= most_labels else [
             order[round(i * (len(order) - 1) / (most_labels - 1))] for i in range(most_labels)
         ]  # fmt: skip
         marks = [(r["bits_per_value"], r[y]) for r in order]
-        zero = sum(1 for r in rows if not r[y] > 0)
-        title(axes, "loss against bits" + (f"; {zero} without loss not shown" if zero else ""))
+        left = len(held) - len(rows)
+        title(axes, "loss against bits" + (f"; {left} below {LEAST:g} not shown" if left else ""))
         label(axes, [(r["bits_per_value"], r[y], str(r["method"])) for r in some], marks)
         return remember(axes, [*rows, *bound])

@@ -247,6 +247,22 @@ def test_the_worst_miss_is_named_and_intervals_are_counted():
     assert measured.worst(rows)["name"] == "worse"
 
 
+def test_a_long_name_of_the_worst_miss_is_wrapped_not_lost():
+    row = {"predicted_s": 1e-3, "low_s": 1e-4, "high_s": 2e-3, "measured_s": 1e-1, "name": "gpu engine/kernel " * 4}
+    ax = plot.predicted_measured([row, {**row, "measured_s": 1e-3}])
+    assert [t for t in ax.texts if t.get_text().startswith("worst: ") and "\n" in t.get_text()]
+
+
+def test_logarithmic_axes_say_what_they_leave_out(plan):
+    rows = [{**r, "kl": k} for r, k in zip(plan_rows(plan), (0.0, 1e-3, 1e-2, 0.5), strict=False)]
+    ax = plot.pareto(rows, y="kl", log="y")
+    assert "1 at zero not shown" in ax.get_title(loc="left").replace("\n", " ")
+    assert ax.get_yscale() == "log"
+    assert ax.get_xscale() == "linear"
+    loss = [{"method": "a", "family": "format", "bits_per_value": b, "kl": k} for b, k in ((16, 1e-9), (4, 0.1))]
+    assert "1 below 1e-06 not shown" in plot.quality_bytes(loss, y="kl").get_title(loc="left")
+
+
 words = st.text("abcdefgh |=(),0123456789", min_size=1, max_size=34).filter(str.strip)
 
 
