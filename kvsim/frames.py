@@ -119,7 +119,7 @@ def sweep_rows(sweep: Sweep) -> list[Row]:
     return [{**row, **names[row["method"]], **extra} for row in sweep.rows()]
 
 
-def rows_of(source: Any) -> list[Row]:  # noqa: PLR0911
+def rows_of(source: Any) -> list[Row]:
     """Rows of a Record, Plan, Sweep, DataFrame, xarray Dataset, a row, or a list of any of these.
 
     Raises KvsimError for anything else. What a DataFrame keeps in `attrs` (capacity, reserve, names) joins its rows.

@@ -34,7 +34,7 @@ from runtime.validation_stats import figures, inside, what
 
 METHODS = (
     "full", "int(bits=4,group=32)", "int(bits=8,symmetric=true)", "kivi-4", "kivi-2", "k:int(bits=8) v:int(bits=4)",
-    "k4v2", "q4_1", "fp8(scale=row)", "turboquant-3", "svd(rank=48)", "svd(rank=24) | int(bits=4)",
+    "k4v2", "q4_1", "fp8(scale=row)", "rotated(bits=5)", "svd(rank=48)", "svd(rank=24) | int(bits=4)",
     "random_projection(rank=48)", "snapkv(budget=0.25)", "snapkv(budget=0.5) | int(bits=4)", "h2o(budget=0.2)",
     "h2o(budget=0.5) | int(bits=8)", "tova(budget=0.25)", "window(sinks=4,recent=300)",
     "window(sinks=4,recent=508) | int(bits=4)", "pyramid(budget=0.25) | q8_0", "topk(budget=0.25) | int(bits=2)",
