@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import KvsimError, shown
-from kvsim.layout import Layout, layer_layout
+from kvsim.layout import Layout, layer_keys, layer_layout
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 from kvsim.workload import Workload
@@ -251,8 +251,9 @@ def stored_bits(method: Method, prompt: int, new: int, model: ModelSpec) -> floa
 
 
 def _layouts(method: Method, prompt: int, new: int, model: ModelSpec) -> list[Layout]:
-    found = [
-        layer_layout(layer, method.at(i, model.n_layers), prompt, new, 16, i, model.n_layers)
-        for i, layer in enumerate(model.layers)
-    ]
-    return [x for x in found if x is not None]
+    """Every layer's layout; layers that are alike share one."""
+    found: list[Layout] = []
+    for (layer, own, _), indices in layer_keys(model, method).items():
+        layout = layer_layout(layer, own, prompt, new, 16, indices[0], model.n_layers)
+        found += [layout] * len(indices) if layout is not None else []
+    return found
