@@ -208,7 +208,7 @@ def _buffers(
 def _named(prefix: str, buffers: tuple[Buffer, ...]) -> Iterator[Buffer]:
     for b in buffers:
         if b.width:
-            yield replace(b, name=f"{prefix}.{b.name}")
+            yield Buffer(f"{prefix}.{b.name}", b.heads, b.rows, b.width, b.bits, b.rows_per_unit, b.per_model)
 
 
 def _basis_buffers(basis: Basis, stored: Any, blocks: Any, place: Place, enough: int) -> tuple[Buffer, ...]:
