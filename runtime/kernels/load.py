@@ -53,7 +53,8 @@ def library() -> Library | str:
     try:
         return Library(_built(compiler))
     except (OSError, RuntimeError, ImportError) as error:
-        return _without(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        lines = str(error).splitlines()
+        return _without(next((line for line in lines if "error:" in line), "they do not compile or load here"))
 
 
 def _without(why: str) -> str:
@@ -74,13 +75,14 @@ def _built(compiler: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     # built aside and moved when complete: another process sees all of it or nothing
     with tempfile.TemporaryDirectory(dir=root) as folder, contextlib.redirect_stdout(io.StringIO()):
-        cpp_extension.load(name, [str(SOURCES / "attend.cpp")], extra_cflags=["-O3", "-fopenmp", *_machine_flags()],
+        cpp_extension.load(name, [str(SOURCES / "attend.cpp")], extra_cflags=["-O3", "-fopenmp", *machine_flags()],
                            extra_ldflags=["-fopenmp"], build_directory=folder, is_python_module=False)
         os.replace(Path(folder) / path.name, path)
     return path
 
 
-def _machine_flags() -> list[str]:
+def machine_flags() -> list[str]:
+    """What makes the compiler use all of this processor's vectors."""
     return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
 
 
@@ -88,8 +90,7 @@ def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
-    capability = torch.backends.cpu.get_cpu_capability()
-    for fact in (torch.__version__, compiler, platform.machine(), capability, _processor()):
+    for fact in (torch.__version__, compiler, *machine_flags(), _processor()):
         digest.update(fact.encode())
     return digest.hexdigest()[:12]
 

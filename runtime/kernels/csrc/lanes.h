@@ -46,6 +46,29 @@ KV_INLINE void tile_scales(const Side& s, const Head& h, int64_t tile, int64_t g
   }
 }
 
+// Scales and minima of group g for tokens [0, 16 * tiles) of a block, 0 behind the last of `rows`.
+inline float block_scales(const Side& s, const Head& h, int64_t tile, int64_t tiles, int64_t g, float* scale, float* low) {
+  Vec largest(0.0f);
+  for (int64_t n = 0; n < tiles; n++) {
+    float *to = scale + n * TILE, *least = low + n * TILE;
+    if (s.form == kGguf && s.dots) {
+      const uint8_t* column = h.data + (tile + n) * TILE * row_bytes(s) + g * gguf_bytes(s) * 4;
+      for (int t = 0; t < TILE; t++) {
+        // a quad of tokens is row_bytes * 4 bytes, each column of it 4
+        const uint8_t* at = column + t / 4 * row_bytes(s) * 4 + t % 4;
+        to[t] = half_bits(static_cast<uint16_t>(at[0] | at[4] << 8));
+        least[t] = s.lows ? half_bits(static_cast<uint16_t>(at[8] | at[12] << 8)) : offset_of(s) * to[t];
+      }
+    } else {
+      tile_scales(s, h, tile + n, g, to, least);
+    }
+    const int64_t left = h.rows - (tile + n) * TILE;
+    for (int64_t t = std::max<int64_t>(left, 0); t < TILE; t++) to[t] = least[t] = 0.0f;
+    for (int t = 0; t < TILE; t += N) largest = larger(largest, Vec::loadu(to + t).abs());
+  }
+  return max_of(largest);
+}
+
 // Codes of one channel for N of a tile's tokens, as integers.
 struct Fetch {
   const uint8_t* column;
