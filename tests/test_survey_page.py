@@ -1,0 +1,62 @@
+"""The page "the survey, checked" speaks only of what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvsim
+from kvsim.errors import KvsimError
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "runtime/survey.md").read_text("utf-8")
+CODE = re.findall(r"`([^`]+)`", PAGE)
+TESTS = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", sorted({c for c in CODE if c.endswith(".py")}))
+def test_files_exist(path):
+    assert (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("name", sorted({c for c in CODE if c.startswith("test_")}))
+def test_tests_exist(name):
+    assert re.search(rf"def {name}\b", TESTS)
+
+
+def test_methods_parse_and_commands_are_known():
+    named = [c for c in CODE if not re.match(r"test_|kvsim|[A-Z.]|.*\.py$|dequantize$|\.weight$", c)]
+    assert len(named) > 25
+    for text in named:
+        if text != "code":
+            assert kvsim.parse_method(text)
+    with pytest.raises(KvsimError):
+        kvsim.parse_method("not-a-method")
+
+
+def test_every_section_with_a_method_has_its_line():
+    for section in (
+        "1.1",
+        "1.2",
+        "1.3",
+        "3.1.1",
+        "3.1.2",
+        "3.2",
+        "3.3",
+        "3.4",
+        "4.1.1",
+        "4.1.2",
+        "4.2",
+        "4.3",
+        "4.4",
+        "5.2",
+        "5.2.1",
+        "5.3.1",
+        "5.3.2",
+        "5.4",
+        "5.5",
+        "5.6",
+        "6",
+        "7.6",
+    ):
+        assert f"| {section} |" in PAGE
