@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsim.errors import KvsimError
 from kvsim.parts import ALLOCATION_ROWS, Buffer, per_tokens
 from runtime.buffers import Paged
+from runtime.kernels.append import append
 from runtime.kernels.pages import pages
 from runtime.latent import rebuild
 from runtime.parts import Tensors
@@ -139,7 +140,7 @@ class Side:
         return [n for n in (first, *[self.step] * whole, rest) if n]
 
     def _encode(self, x: Tensor) -> None:
-        for name, buffer in self.packed(x).items():
+        for name, buffer in () if append(self, x) else self.packed(x).items():
             if name not in self.encoded:
                 self.encoded[name] = pages(self.format, name, buffer, self._rows_unit(name))
             self.encoded[name].append(buffer)

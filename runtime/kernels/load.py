@@ -29,6 +29,8 @@ class Library:
         self.library = ctypes.CDLL(str(path))
         self.attend = self.library.kvsim_attend
         self.attend.argtypes, self.attend.restype = [ctypes.c_void_p], None
+        self.encode = self.library.kvsim_encode
+        self.encode.argtypes, self.encode.restype = [ctypes.c_void_p], ctypes.c_int
         self.level = int(self.library.kvsim_level())
         self.lanes = int(self.library.kvsim_lanes())
 
@@ -75,7 +77,7 @@ def _built(compiler: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     # built aside and moved when complete: another process sees all of it or nothing
     with tempfile.TemporaryDirectory(dir=root) as folder, contextlib.redirect_stdout(io.StringIO()):
-        cpp_extension.load(name, [str(SOURCES / "attend.cpp")], extra_cflags=["-O3", "-fopenmp", *machine_flags()],
+        cpp_extension.load(name, [str(SOURCES / name) for name in ("attend.cpp", "encode.cpp")], extra_cflags=["-O3", "-fopenmp", *machine_flags()],
                            extra_ldflags=["-fopenmp"], build_directory=folder, is_python_module=False)
         os.replace(Path(folder) / path.name, path)
     return path
