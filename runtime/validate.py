@@ -29,7 +29,8 @@ from kvsim.workload import Workload
 from runtime.calibrate import progress
 from runtime.device import check_here, this_machine
 from runtime.measure import DTYPES, load_running, measure, named_spec
-from runtime.timing import QUIET_SPREAD, clock_name, pinned_threads
+from runtime.microbench import launch
+from runtime.timing import QUIET_SPREAD, Bench, clock_name, pinned_threads
 from runtime.validation_stats import figures, inside, what
 
 METHODS = (
@@ -84,14 +85,22 @@ def validate(grid: Grid, hf_model: nn.Module, spec: ModelSpec, profile: Hardware
     if not rows:
         raise KvsimError("none of the methods runs on this model: " + "; ".join(left_out.values()))
     wholes = [r["spread"] for r in rows if r["name"] == "whole" and r["phase"] == "decode"]
+    slower = slowdown(profile, where)
     return {
         "kind": "validation", "date": datetime.date.today().isoformat(), "machine": this_machine(where).to_json(),
         "profile": {"name": profile.name, "path": profile.path, "sha256": _hash(profile.path), "date": profile.date},
         "threads": torch.get_num_threads(), "clock": clock_name(where), "load": _load(), "versions": _versions(),
         "model": spec.name, "layers": spec.n_layers, "dtype": spec.dtype, "grid": vars(grid) | {"cells": len(grid)},
-        "spread": float(np.median(wholes)), "busy": bool(np.median(wholes) > QUIET_SPREAD),
+        "spread": float(np.median(wholes)), "slower_than_when_calibrated": slower,
+        "busy": bool(np.median(wholes) > QUIET_SPREAD or slower > QUIET_SPREAD),
         "summary": figures(rows, grid.seed), "left_out": left_out, "rows": rows,
     }
+
+
+def slowdown(profile: HardwareProfile, where: torch.device) -> float:
+    """How many times longer the least operation takes now than when the profile was made; 1.0 where it does not say."""
+    then = next((c.t0_s for c in profile.own_coefficients if c.key == ("elementwise", "*", "*")), 0.0)
+    return launch(Bench(where, 0)).seconds / then if then else 1.0
 
 
 def _middle(case: Case) -> Case:
@@ -213,8 +222,10 @@ def print_validation(found: dict[str, Any]) -> None:
     for method, why in found["left_out"].items():
         say(out, f"left out: {method}: {why}", style="yellow")
     if found["busy"]:
-        say(out, f"note: the machine is busy (repeats of a step spread by {found['spread']:.2f}): these errors are "
-                 "unreliable; validate again when it is quiet", style="bold yellow")
+        slower = found["slower_than_when_calibrated"]
+        say(out, f"note: the machine is busy (repeats of a step spread by {found['spread']:.2f}, small operations take "
+                 f"{slower:.2f} times as long as when it was calibrated): these errors are unreliable; validate again "
+                 "when it is quiet", style="bold yellow")
 
 
 def _miss(row: dict[str, Any]) -> float:

@@ -36,6 +36,7 @@ HOOKS: tuple[tuple[Any, str, str], ...] = (
     (Store, "take_prompt", WRITE),
     (Store, "after_step", WRITE),
     (Store, "_ask", STEP),
+    (Store, "_expire", STEP),
 )
 """Where time is spent in the runtime, and what it counts as."""
 POLICY_HOOKS = (("select", SELECT), ("merge", SELECT), ("start", SELECT), ("step", STEP), ("fold", STEP),
