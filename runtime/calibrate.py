@@ -33,9 +33,9 @@ from runtime.calibration_fits import (
     product_rows,
     stream_row,
 )
-from runtime.calibration_plan import FULL, QUICK, SHAPES, Plan
+from runtime.calibration_plan import FULL, GPU_PRODUCTS, QUICK, SHAPES, Plan
 from runtime.device import Machine, edition_name, this_machine
-from runtime.microbench import DTYPES, Point, launch, layer, prefill, products, streams
+from runtime.microbench import DTYPES, HF_DTYPES, Point, launch, layer, prefill, products, streams
 from runtime.profile_file import checked, facts_of, text_of, write
 from runtime.random_model import random_model
 from runtime.running_model import run
@@ -59,6 +59,8 @@ class Calibration:
         self.device = torch.device("cuda" if machine.kind == "gpu" else "cpu")
         cache = machine.last_level_cache_bytes
         self.bench = Bench(self.device, min(max(2 * cache, 2**26), 2**29), plan.budget_s)
+        # what models run in: full precision on a CPU, half of it on a GPU
+        self.dtype = "bf16" if machine.kind == "gpu" else "fp32"
         self.points: list[Point] = []
         self.date = datetime.date.today().isoformat()
 
@@ -70,18 +72,19 @@ class Calibration:
         """Measure everything; the profile's text."""
         self.tell("kernels")
         if self.plan.methods:
-            layer(self.bench, "int(bits=4)", SHAPES[0], "fp32", LAYERS)  # what is compiled at first use, is now
+            layer(self.bench, "int(bits=4)", SHAPES[0], self.dtype, LAYERS)  # what is compiled at first use, is now
         self._take("streams", streams(self.bench, self.plan.streams))
         self.tell("launches")
         floor = launch(self.bench)
         for dtype in ("fp32", "bf16"):
-            self._take(f"matrix products {dtype}", products(self.bench, self.plan.products, dtype))
+            shapes = self.plan.products + (GPU_PRODUCTS if self.machine.kind == "gpu" else ())
+            self._take(f"matrix products {dtype}", products(self.bench, shapes, dtype))
         draft = checked(self._text([]))
         origin = Origin(draft, self._source(), self.date)
         found = [*prefill(self.bench, self.plan.prompts, "fp32"), *prefill(self.bench, self.plan.prompts[:4], "bf16")]
         prefills = prefill_rows(origin, found)
         layers = list(self._layers())
-        rows = layer_rows(origin, layers, "fp32", prefills)
+        rows = layer_rows(origin, layers, self.dtype, prefills)
         rows = [c for c in rows if c.op == "decode"] + prefills + [c for c in rows if c.op != "decode"]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"draft-{time.time_ns()}.toml"
@@ -103,11 +106,11 @@ class Calibration:
             for shape in SHAPES[:count]:
                 self.tell(method)
                 try:
-                    found = layer(self.bench, method, shape, "fp32", LAYERS)
+                    found = layer(self.bench, method, shape, self.dtype, LAYERS)
                     yield from found
                     if any(dict(p.work)["path"] == "fused" for p in found):
                         # what no kernel takes in whole (a policy that looks at weights) is decoded without one
-                        slow = layer(self.bench, method, shape, "fp32", LAYERS, eager=True)
+                        slow = layer(self.bench, method, shape, self.dtype, LAYERS, eager=True)
                         yield from (p for p in slow if p.what == "decode attention")
                 except KvsimError as refused:
                     self.tell(f"{method} left out: {refused}")
@@ -118,9 +121,9 @@ class Calibration:
         for config, batch, prompt in self.plan.models:
             for layers in DEPTHS:
                 self.tell("small kernels")
-                model = random_model(config, layers=layers)
+                model = random_model(config, HF_DTYPES[self.dtype], layers).to(self.device)
                 ran = run(model, Method(), batch=batch, prompt=prompt, steps=10)
-                case = Case(replace(spec_of(model), dtype="fp32"), draft, Method(), Workload(batch, prompt, 0))
+                case = Case(replace(spec_of(model), dtype=self.dtype), draft, Method(), Workload(batch, prompt, 0))
                 for phase, lines in (("prefill", ran.prefill_lines), ("decode", ran.decode_lines)):
                     ops = {op.keys[0][0]: op for op in phase_ops(case, phase) if op.name == REST}  # type: ignore[arg-type]
                     yield ops["activations"], ops["around layers"], lines[REST].seconds

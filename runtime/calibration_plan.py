@@ -53,6 +53,8 @@ def _model(hidden: int, heads: int, kv_heads: int) -> dict[str, Any]:
 
 SMALL, LARGE = _model(576, 9, 3), _model(1024, 16, 8)
 MATRICES = ((192, 576), (576, 576), (1536, 576), (576, 1536), (2048, 2048), (5632, 2048), (49152, 576))
+GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (1, 14336, 4096), (64, 14336, 4096))
+"""What fills a GPU, whose peak small products do not show."""
 FULL = Plan(
     (("full", 8), *((f, 7) for f in FORMATS), *((p, 6) for p in POLICIES), *((b, 5) for b in BASES),
      *((c, 4) for c in CORRECTED)),

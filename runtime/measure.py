@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -19,10 +21,9 @@ from kvsim.record import Case, Line, Record, Timing
 from kvsim.workload import Workload
 from runtime.cache import spec_of
 from runtime.device import check_here, this_machine
+from runtime.microbench import HF_DTYPES as DTYPES
 from runtime.running_model import Ran, run
 from runtime.timing import Timed, pinned_threads
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def measure(case: Case, hf_model: nn.Module, *, steps: int = 12, repeats: int = 3, calibration: Any = None) -> Record:
@@ -184,3 +185,14 @@ def print_measured(record: Record, predicted: Record | None) -> None:
         say(out, f"{name}: {size(value)}")
     for warning in record.warnings:
         say(out, f"note: {warning}", style="yellow")
+
+
+class _Callable(ModuleType):
+    """`from runtime import measure` gives this module: calling it is calling the function of the same name."""
+
+    def __call__(self, case: Case, hf_model: nn.Module, *, steps: int = 12, repeats: int = 3,
+                 calibration: Any = None) -> Record:
+        return measure(case, hf_model, steps=steps, repeats=repeats, calibration=calibration)
+
+
+sys.modules[__name__].__class__ = _Callable

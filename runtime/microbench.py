@@ -23,6 +23,8 @@ WARM = 150
 PASSING = 1536
 """Rows and columns of the matrices that pass by between two layers' attentions: 9 MB each in fp32."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What transformers calls them."""
 
 
 @dataclass(frozen=True)

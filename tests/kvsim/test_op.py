@@ -94,3 +94,19 @@ def test_arrays_stay_arrays():
     op = replace(READ, bytes=np.array([1e6, 2e6]), pieces=np.array([1, 2]), kernels=("eager",))
     (found,) = op_seconds(replace(DEVICE, own_coefficients=(row("decode", "*/eager", "int4", t0_s=1e-5),)), op)
     assert found.seconds == pytest.approx([10e-6 + 101e-6, 20e-6 + 201e-6])
+
+
+def test_a_product_of_one_row_may_have_a_kernel_of_its_own():
+    plain = row("matmul", "torch/linear", "fp32", t0_s=1e-6, bandwidth_share=0.5)
+    # weights 1000 x 2000 in fp32: 8e6 bytes, activations (2 k + 2 n) m = 6e3: at half of 1e10 B/s 1601.2 us
+    device = replace(DEVICE, own_coefficients=(plain,))
+    one = kvsim.matmul_seconds(device, m=1, n=1000, k=2000, dtype="fp32")
+    assert one.seconds == pytest.approx(np.hypot(1601.2e-6, 4e-6) + 1e-6)
+    gemv = replace(plain, single_share=1.0, single_t0_s=2e-6, single_s=1.024e-3)
+    device = replace(DEVICE, own_coefficients=(gemv,))
+    # at the full 1e10 B/s 800.6 us, 1 us for each of 1,000 outputs, 2 us to start
+    found = kvsim.matmul_seconds(device, m=np.array([1, 2]), n=1000, k=2000, dtype="fp32")
+    assert found.seconds[0] == pytest.approx(800.6e-6 + 1e-3 + 2e-6)
+    two = kvsim.matmul_seconds(replace(DEVICE, own_coefficients=(plain,)), m=2, n=1000, k=2000, dtype="fp32")
+    assert found.seconds[1] == pytest.approx(two.seconds)
+    assert str(found.term[0]) == "walk"

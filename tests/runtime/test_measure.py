@@ -140,3 +140,10 @@ def test_a_model_without_weights_here_says_how_to_go_on():
     with pytest.raises(KvsimError, match="--random-weights"):
         module.load_running("llama-3.1-8b", False, "fp32", None, "cpu")
     assert config_of("smollm2-135m")["num_hidden_layers"] == 30
+
+
+def test_the_package_hands_out_the_function(model, here):
+    from runtime import measure as handed
+
+    record = handed(case(model, here, "full", batch=1, prompt=8), model, steps=2, repeats=1)
+    assert record.source == "measured"
