@@ -19,6 +19,7 @@ from kvsim.model import ModelSpec
 from kvsim.ragged import LayerRows
 from kvsim.record import HeldBuffer
 from runtime.hook import NAME, HeldRows, close_on, open_on
+from runtime.kernels import path
 from runtime.layers import CompressedLayer
 from runtime.learning import wants_rotation
 from runtime.rope import Rotation
@@ -130,6 +131,10 @@ class CompressedCache(Cache):
     def rows(self) -> list[LayerRows | None]:
         """Rows held by each layer, one number for each sequence and KV head: what `predict(case, rows=...)` takes."""
         return [layer.rows() for layer in self.layers]
+
+    def paths(self) -> list[str]:
+        """Which way each layer's steps attend: "fused cpu int4 | int4" or "eager: why"; empty before the prompt."""
+        return [" / ".join(sorted({path(piece.store) for piece in layer.pieces})) for layer in self.layers]
 
 
 def spec_of(hf_model: nn.Module) -> ModelSpec:

@@ -77,8 +77,14 @@ def _built(compiler: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     # built aside and moved when complete: another process sees all of it or nothing
     with tempfile.TemporaryDirectory(dir=root) as folder, contextlib.redirect_stdout(io.StringIO()):
-        cpp_extension.load(name, [str(SOURCES / name) for name in ("attend.cpp", "encode.cpp")], extra_cflags=["-O3", "-fopenmp", *machine_flags()],
-                           extra_ldflags=["-fopenmp"], build_directory=folder, is_python_module=False)
+        cpp_extension.load(
+            name,
+            [str(SOURCES / source) for source in ("attend.cpp", "encode.cpp")],
+            extra_cflags=["-O3", "-fopenmp", *machine_flags()],
+            extra_ldflags=["-fopenmp"],
+            build_directory=folder,
+            is_python_module=False,
+        )
         os.replace(Path(folder) / path.name, path)
     return path
 
