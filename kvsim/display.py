@@ -77,7 +77,9 @@ def record_html(record: Record) -> str:
     capacity = record.case.hardware.capacity_bytes
     memory.append(("capacity", size(capacity), f"{capacity:,}"))
     ends = f"fits, {gib(-record.short_by_bytes)} left" if record.fits else f"{gib(record.short_by_bytes)} short"
-    limits = f"; longest context {tokens(record.max_context)}, largest batch {tokens(record.max_batch)}"
+    limits = ""
+    if record.max_context is not None:  # measuring does not tell them
+        limits = f"; longest context {tokens(record.max_context)}, largest batch {tokens(record.max_batch)}"
     lines = [row for phase in ("prefill", "decode") for row in _phase(phase, getattr(record, phase))]
     heads = ("phase", "line", "bytes", "flops", "time", "90% interval", "term")
     return "".join(

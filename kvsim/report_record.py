@@ -28,8 +28,9 @@ def print_record(out: Console, record: Record, reason: str, short: int) -> None:
     out.print()
     if case.workload.new_tokens:
         say(out, f"all {tokens(case.workload.new_tokens)} new tokens: {duration(record.generation_seconds)}")
-    context, batch = tokens(record.max_context), tokens(record.max_batch)
-    say(out, f"largest context at this batch: {context}; largest batch at this length: {batch}")
+    if record.max_context is not None:  # measuring does not tell them
+        context, batch = tokens(record.max_context), tokens(record.max_batch)
+        say(out, f"largest context at this batch: {context}; largest batch at this length: {batch}")
     say(
         out,
         f"cache: {record.compression:.2f}x less than uncompressed; exactly {tokens(record.cache_bytes)} bytes live, "

@@ -42,7 +42,7 @@ def test_prose_teaches_and_code_parses(name):
     assert words > 150
     for source in code(name):
         ast.parse(source)
-        assert max(map(len, source.splitlines())) < 160
+        assert max(map(len, source.splitlines())) < 125
 
 
 def test_an_answer_takes_three_cells():

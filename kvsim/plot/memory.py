@@ -34,7 +34,7 @@ def waterfall_rows(record: Record) -> list[Row]:
     """
     if np.ndim(record.peak_bytes):
         raise KvsimError("a waterfall shows one point; this record's workload is an array")
-    held = [(name, int(value)) for name, value in record.memory if name == "weights" or name.startswith("cache: ")]
+    held = [(n, int(b)) for n, b in record.memory if n in ("weights", "cache") or n.startswith("cache: ")]
     held.append(("state and cross-attention", int(record.state_bytes + record.cross_bytes)))
     held.append(("scratch, activations, slack", int(record.peak_bytes) - sum(b for _, b in held)))
     held.append(("runtime reserve", record.reserve_bytes))
@@ -57,7 +57,7 @@ def waterfall(record: Record, ax: Axes | None = None) -> Axes:
         limit = capacity["bytes"]
         for i, row in enumerate([*steps, total]):
             name = row["step"]
-            colour = BLUE if name.startswith("cache: ") else colours.get(name, SKY)
+            colour = BLUE if name.startswith("cache") else colours.get(name, SKY)
             left, width = gib(row["start_bytes"]), gib(row["bytes"])
             last = row is total
             colour = (LIMIT if row["bytes"] > limit else GREEN) if last else colour

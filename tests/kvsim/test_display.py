@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 
@@ -55,6 +56,17 @@ def test_a_record_shows_its_memory_and_lines():
     assert ["cache: keys", "640 MiB", f"{dict(RECORD.memory)['cache: keys']:,}"] in rows
     assert [r[1] for r in rows if r[0] == "decode"] == [
         *(x.name for x in sorted(RECORD.decode.lines, key=lambda x: -x.seconds)), "all"]  # fmt: skip
+
+
+def test_a_measured_record_shows_itself_too():
+    # what runtime.measure gives: one line for the cache, no largest context and batch
+    memory = (("weights", 100), ("cache", 20), ("beside the weights at the peak", 30))
+    seen = replace(RECORD, source="measured", memory=memory, limits_of=lambda: (None, None))
+    text = seen._repr_html_()
+    assert "longest context" not in text
+    assert "(measured)" in text
+    assert "largest context" not in str(seen)
+    assert repr(seen).startswith("<Record, measured")
 
 
 def test_arrays_show_points_and_say_how_many_more():
