@@ -1,4 +1,4 @@
-"""Fused attention on the CPU against the eager version: every format, width, grouping and length at which tiles break."""
+"""Fused attention on the CPU against the eager version: every format, width, grouping and awkward length."""
 
 import pytest
 import torch

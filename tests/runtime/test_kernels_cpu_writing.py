@@ -18,7 +18,8 @@ from tests.runtime.kernel_stores import filled, needs_kernels
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_interleaved_rows_are_plain_rows(data):
-    tile, element, dtype = data.draw(st.sampled_from([(16, 4, torch.uint8), (4, 1, torch.uint8), (16, 1, torch.float16)]))
+    layouts = [(16, 4, torch.uint8), (4, 1, torch.uint8), (16, 1, torch.float16)]
+    tile, element, dtype = data.draw(st.sampled_from(layouts))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     like = torch.zeros(2, 3, 0, 12, dtype=dtype)
     plain, tiled = Paged(like, 32), TiledPaged(like, 32, tile, element)

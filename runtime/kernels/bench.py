@@ -1,0 +1,148 @@
+"""`python -m runtime.kernels.bench`: one step's attention by the kernels beside torch's own, in one run, as a table.
+
+Every way is timed once in each round and rounds are many, so that a neighbour's load meets all alike; printed are the
+median, the quartiles and the fastest. The roof is what a way reads over the bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+
+from kvsim.method import parse_method
+from runtime import kernels
+from runtime.attention import Rule, attend
+from runtime.parts import Prompt
+from runtime.sharing import Geometry, LayerTwins, Surroundings
+from runtime.store import Store
+
+METHODS = ("int(bits=8)", "int(bits=4)", "int(bits=2)", "kivi-4", "kivi-2", "q8_0", "q4_0", "float8", "kmeans(bits=4)")
+STREAM_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to attend: what to call, and the bytes that it reads."""
+
+    name: str
+    call: Callable[[], object]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """KV heads, queries of each, width and tokens."""
+
+    heads: int
+    queries: int
+    width: int
+    tokens: int
+
+
+def ways(shape: Shape, methods: tuple[str, ...], eager: bool) -> list[Way]:
+    """Torch's attention in fp32 and bf16, then the methods; random rows, the same for all."""
+    generator = torch.Generator().manual_seed(0)
+    size = (1, shape.heads, shape.tokens, shape.width)
+    k, v = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+    q = torch.randn(1, shape.heads * shape.queries, 1, shape.width, generator=generator)
+    found = [_torch("sdpa fp32", q, k, v), _torch("sdpa bf16", q.bfloat16(), k.bfloat16(), v.bfloat16())]
+    for method in ("full", *methods):
+        dtype = torch.bfloat16 if method == "full" else torch.float32
+        store = _store(method, shape, k.to(dtype), v.to(dtype))
+        held = sum(p.nbytes for _, p in store.pages())
+        path = kernels.path(store)
+        mine, rule = q.to(dtype), Rule(shape.width**-0.5)
+        name = "full bf16" if method == "full" else method
+        found.append(Way(f"{name}: {path}", lambda s=store, x=mine, r=rule: attend(s, x, r), held))
+        if eager and method != "full":
+            found.append(Way(f"{name}: eager", lambda s=store, x=mine, r=rule: _eager(s, x, r), held))
+    return found
+
+
+def _torch(name: str, q: Tensor, k: Tensor, v: Tensor) -> Way:
+    """Queries of a KV head as rows: several times faster here than torch's own grouped queries, which copy the keys."""
+    rows = q.reshape(1, k.shape[1], -1, k.shape[3])
+    held = 2 * k.numel() * k.element_size()
+    return Way(name, lambda: functional.scaled_dot_product_attention(rows, k, v), held)
+
+
+def _eager(store: Store, q: Tensor, rule: Rule) -> None:
+    before = os.environ.get("KVSIM_KERNELS")
+    os.environ["KVSIM_KERNELS"] = "eager"
+    try:
+        attend(store, q, rule)
+    finally:
+        if before is None:
+            del os.environ["KVSIM_KERNELS"]
+        else:
+            os.environ["KVSIM_KERNELS"] = before
+
+
+def _store(method: str, shape: Shape, k: Tensor, v: Tensor) -> Store:
+    geometry = Geometry(shape.heads * shape.queries, shape.heads, shape.width, shape.width)
+    store = Store(LayerTwins(parse_method(method), geometry, Surroundings(k.dtype)))
+    store.take_prompt(Prompt(k, v, shape.width**-0.5), torch.arange(shape.tokens)[None])
+    return store
+
+
+def timed(found: list[Way], rounds: int) -> list[list[float]]:
+    """Seconds of every way in every round."""
+    seconds: list[list[float]] = [[] for _ in found]
+    for way in found:
+        way.call()
+    for _ in range(rounds):
+        for way, taken in zip(found, seconds, strict=True):
+            start = time.perf_counter()
+            way.call()
+            taken.append(time.perf_counter() - start)
+    return seconds
+
+
+@click.command()
+@click.option("--heads", default=8, help="KV heads.")
+@click.option("--queries", default=4, help="Query heads of each.")
+@click.option("--width", default=128, help="Width of a head.")
+@click.option("--tokens", default=16_384, help="Tokens held.")
+@click.option("--threads", default=2, help="Threads.")
+@click.option("--rounds", default=40, help="Repetitions, all ways alternating.")
+@click.option("--methods", default=";".join(METHODS), help="Methods, split at semicolons.")
+@click.option("--eager", is_flag=True, help="Time the eager versions too.")
+def main(
+    heads: int, queries: int, width: int, tokens: int, threads: int, rounds: int, methods: str, eager: bool
+) -> None:
+    """Time one step's attention over a packed cache."""
+    torch.set_num_threads(threads)
+    shape = Shape(heads, queries, width, tokens)
+    stream = torch.ones(STREAM_BYTES // 4)
+    with torch.inference_mode():
+        found = [*ways(shape, tuple(methods.split(";")), eager), Way("read", stream.sum, STREAM_BYTES)]
+        seconds = timed(found, rounds)
+    read, reads = found.pop(), seconds.pop()
+    bandwidth = read.nbytes / min(reads)
+    table = Table(title=f"{heads} KV heads x {queries} queries x {width}, {tokens:,} tokens, {threads} threads, "
+                        f"{rounds} rounds; reading {bandwidth / 1e9:.1f} GB/s at best, "
+                        f"{read.nbytes / statistics.median(reads) / 1e9:.1f} in the median")  # fmt: skip
+    for column in ("way", "ms", "quartiles", "fastest", "x sdpa fp32", "of fastest", "GB/s", "roof"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    base = seconds[0]
+    for way, taken in zip(found, seconds, strict=True):
+        middle, quick = statistics.median(taken), min(taken)
+        low, _, high = statistics.quantiles(taken, n=4)
+        table.add_row(way.name, f"{middle * 1e3:.2f}", f"{low * 1e3:.2f}-{high * 1e3:.2f}", f"{quick * 1e3:.2f}",
+                      f"{statistics.median(base) / middle:.2f}", f"{min(base) / quick:.2f}",
+                      f"{way.nbytes / quick / 1e9:.1f}", f"{way.nbytes / quick / bandwidth:.0%}")  # fmt: skip
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
