@@ -144,6 +144,7 @@ def _crop_encoded(side: Side, rows: int) -> None:
         stop = min(whole + side.unit, side.encoded_rows)
         rest = side.decode(side.slice(whole, stop), side.block_of()[whole:stop])[:, :, : left - whole]
     _keep_encoded(side, [(0, whole)] if whole else [])
+    side.coded = whole
     if rest is not None:
         assert side.tail is not None
         side.tail.append(rest)

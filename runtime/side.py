@@ -54,7 +54,7 @@ class Side:
         self.encoded: dict[str, Paged] = {}
         self.full: Paged | None = None
         self.tail: Paged | None = None
-        self.appended = self.encoded_rows = 0
+        self.appended = self.encoded_rows = self.coded = 0
         self.prompt_rows: int | None = None
         self.fitted = self.started = False
         self.blocks: list[int] = []
@@ -122,22 +122,33 @@ class Side:
 
     def _flush(self) -> None:
         assert self.tail is not None
-        waiting = self.appended - int(self.chain.format.quantized(self.appended))
-        due, done = max(0, self.tail.rows - waiting), 0
-        for size in self._block_sizes(due):
+        quantized, done = int(self.chain.format.quantized(self.appended)), 0
+        for size in self._block_sizes(quantized):
             self._encode(self.tail.read(done, done + size))
             done += size
         self.tail.drop_front(done)
+        self.coded = max(self.coded, quantized)
 
-    def _block_sizes(self, due: int) -> list[int]:
-        """The prompt's rows are one block, later blocks have the format's size; all at once where none has a mark."""
-        if not due:
-            return []
-        if not self.by_block:
-            return [due]
-        first = 0 if self.started else min(due, int(self.chain.format.quantized(self.prompt_rows or 0)))
-        whole, rest = divmod(due - first, self.step)
-        return [n for n in (first, *[self.step] * whole, rest) if n]
+    def _block_sizes(self, quantized: int) -> list[int]:
+        """Held rows to encode now, of the first `quantized` ever written, block by block.
+
+        The prompt's rows are one block, later blocks have the format's size; all are one where blocks leave no mark.
+        """
+        assert self.tail is not None
+        if self.runs is None:
+            due = max(0, self.tail.rows - (self.appended - quantized))
+            ends = [self.coded + due]
+        else:
+            ends = [quantized]
+        if self.by_block and ends[0] > self.coded:
+            first = int(self.chain.format.quantized(self.prompt_rows or 0))
+            starts = range(max(first, self.coded), ends[0], self.step)
+            block = [min(first, ends[0])] if self.coded < first else []
+            ends = [*block, *(min(at + self.step, ends[0]) for at in starts)]
+        bounds = list(zip([self.coded, *ends], ends, strict=False))
+        runs = [(0, self.appended)] if self.runs is None else self.runs
+        sizes = [sum(max(0, min(b, stop) - max(a, start)) for start, stop in runs) for a, b in bounds]
+        return [size for size in sizes if size]
 
     def _encode(self, x: Tensor) -> None:
         for name, buffer in () if append(self, x) else self.packed(x).items():

@@ -80,11 +80,10 @@ def test_half_precision(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [*AWKWARD, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("tokens", [0, 8, 65])
 @pytest.mark.parametrize("text", [*written(pairs()), *triples()])
-def test_every_pair_at_every_length(text, tokens, batch):
-    check(text, Shape(), [tokens], [1] * 20 + [3, 1, 16], batch)
+def test_pairs_through_forty_steps(text, tokens):
+    check(text, Shape(), [tokens], [1] * 20 + [3, 1, 16], batch=3)
 
 
 @pytest.mark.slow
