@@ -20,12 +20,13 @@ BASE = {
     "num_hidden_layers": 3,
     "max_position_embeddings": 2048,
 }
+SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 MODELS = {
     "gqa-64": (hf.LlamaConfig, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}),
     "mha-80": (hf.Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 80}),
     "mqa-96": (hf.LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 96}),
     "gemma3": (hf.Gemma3TextConfig, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-                                     "sliding_window": 100, "layer_types": [*["sliding_attention"] * 2, "full_attention"]}),
+                                     "sliding_window": 100, "layer_types": SLIDING}),
 }  # fmt: skip
 COVERING = [
     "k:int(bits=4,axis=channel,group=32) v:int(bits=2,group=32)",
