@@ -9,6 +9,7 @@
 namespace kv {
 
 constexpr int QUADS = BLOCK / 4;
+constexpr int AHEAD = 4;    // tiles of keys that are fetched before they are needed
 constexpr int WORDS = 128;  // words of a query: rows of up to 512 channels
 
 template <int NP>
@@ -112,6 +113,8 @@ KV_INLINE void word_products(const uint8_t* p, int64_t tile_bytes, int64_t count
     each<T>([&](auto n) KV_LAMBDA {
       x[n] = word_of<HALVES>(p + n * tile_bytes + w * 64);
       if constexpr (HALVES && BITS == 8) x[n] = _mm512_xor_si512(x[n], flip);
+      // the processor's own prefetcher stops at every page
+      _mm_prefetch(p + (AHEAD + n) * tile_bytes + w * 64, _MM_HINT_T0);
     });
     each<SETS>([&](auto set) KV_LAMBDA {
       __m512i y[T];

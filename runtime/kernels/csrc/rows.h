@@ -4,6 +4,8 @@
 
 namespace kv {
 
+constexpr int AHEAD_ROWS = 16;  // rows that are fetched before they are needed
+
 // 16 (N) values as floats from a pointer to the type's bytes; the powers of two that are left out are in `unit`.
 template <int TYPE>
 struct Load;
@@ -104,7 +106,10 @@ KV_INLINE void row_scores(const uint8_t* p, int64_t width, const float* q, int64
   int64_t c = 0;
   for (; c + N <= width; c += N) {
     Vec x[T];
-    KV_UNROLL for (int t = 0; t < T; t++) x[t] = Load<TYPE>::full(p + t * row + c * Load<TYPE>::bytes);
+    KV_UNROLL for (int t = 0; t < T; t++) {
+      x[t] = Load<TYPE>::full(p + t * row + c * Load<TYPE>::bytes);
+      __builtin_prefetch(p + (t + AHEAD_ROWS) * row + c * Load<TYPE>::bytes);
+    }
     KV_UNROLL for (int j = 0; j < Q; j++) {
       const Vec y = Vec::loadu(q + j * stride + c);
       KV_UNROLL for (int t = 0; t < T; t++) acc[j * T + t] = at::vec::fmadd(x[t], y, acc[j * T + t]);
@@ -153,7 +158,10 @@ KV_INLINE void add_rows(const uint8_t* p, int64_t width, const float (&w)[T][QUE
   for (int64_t c = 0; c < width; c += N) {
     const int64_t left = std::min<int64_t>(N, width - c);
     Vec x[T];
-    KV_UNROLL for (int t = 0; t < T; t++) x[t] = load_some<TYPE>(p + t * row + c * Load<TYPE>::bytes, left);
+    KV_UNROLL for (int t = 0; t < T; t++) {
+      x[t] = load_some<TYPE>(p + t * row + c * Load<TYPE>::bytes, left);
+      __builtin_prefetch(p + (t + AHEAD_ROWS) * row + c * Load<TYPE>::bytes);
+    }
     KV_UNROLL for (int j = 0; j < Q; j++) {
       // rows of `out` are padded to whole vectors
       Vec sum = Vec::loadu(out + j * stride + c);
