@@ -192,7 +192,9 @@ def _kernels(layout: Layout) -> tuple[str, ...]:
     if method.is_full and not layout.attention.window:
         return ("fused",)
     policy, chains = method.tokens, [side.chain for side in layout.sides]
-    leaves = bool(layout.attention.window) or policy.drops == "rows"
+    ranking = getattr(policy, "ranking", None)
+    weighs = policy.needs_weights or (ranking is not None and ranking.update == "weights")
+    leaves = bool(layout.attention.window) or (policy.drops == "rows" and (policy.positional or weighs))
     # a policy that drops nothing, and yet is one, chooses what to read
     looks = policy.merges or (policy.drops in ("none", "pages") and policy.name != "keep")
     corrected = any(c.corrections or c.before_rope or c.basis.both_sides for c in chains)
