@@ -12,6 +12,7 @@ from runtime.kernels.describe import CProblem, breaks_alike, described
 from runtime.kernels.load import Library, library
 from runtime.kernels.pages import planned
 from runtime.kernels.plans import TYPES, Plan
+from runtime.kernels.spans import Spans, rows_apart, spans_of
 from runtime.parts import PolicyTwin
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ PLAIN = 256
 
 def path(store: Store) -> str:
     """Which way a step takes: "fused cpu int4 | int4", or "eager: why"."""
-    why = _why_not(store)
+    why = _why_not(store) or rows_apart(store)
     if why:
         return f"eager: {why}"
     return "fused cpu " + " | ".join(side.chain.format.kernel_format for side in store.sides.values())
@@ -42,18 +43,25 @@ def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
     if q.shape[2] != 1 or q.dtype not in TYPES or _why_not(store):
         return None
     keys, values = store.keys, store.values
-    if keys.plain and values.plain and rule.plain and q.dtype == torch.float32 and keys.rows < PLAIN:
+    spans = spans_of(store, q)
+    if isinstance(spans, str) or (spans is None and _small(store, q, rule)):
         return None
     maps, offset = keys.maps()
     back, shift = values.maps()
     if (offset is not None or shift is not None) and not rule.plain:
         return None  # a shift of all logits alike, or of all rows, matters to a cap and to a sink
     inner = q if maps is None else _into(q, maps)
-    out = _attended(store, inner.contiguous(), rule)
+    out = _attended(store, inner.contiguous(), rule, spans)
     if back is None:
         return out
     full = _out_of(out, back)
     return (full if shift is None else full + _spread(shift, q.shape[1]).to(full.dtype)).to(q.dtype)
+
+
+def _small(store: Store, q: Tensor, rule: Rule) -> bool:
+    """Whether torch's own attention takes the rows as they are, and as fast."""
+    plain = all(side.plain and side.basis is None for side in store.sides.values())
+    return plain and rule.plain and q.dtype == torch.float32 and store.keys.rows < PLAIN
 
 
 def _into(q: Tensor, maps: Tensor) -> Tensor:
@@ -72,7 +80,7 @@ def _spread(offset: Tensor, heads: int) -> Tensor:
     return offset.repeat_interleave(heads // offset.shape[1], dim=1)
 
 
-def _attended(store: Store, q: Tensor, rule: Rule) -> Tensor:
+def _attended(store: Store, q: Tensor, rule: Rule, spans: Spans | None) -> Tensor:
     keys, values = store.keys, store.values
     found = library()
     assert isinstance(found, Library)
@@ -88,6 +96,8 @@ def _attended(store: Store, q: Tensor, rule: Rule) -> Tensor:
                        type=TYPES[q.dtype], batch=batch, heads=heads, queries=query_heads // heads, rows=rows,
                        scaling=rule.scaling, softcap=rule.softcap, sinks=0 if sinks is None else sinks.data_ptr(),
                        chunk=_chunk(batch * heads, rows, threads), threads=threads)
+    if spans is not None:
+        problem.spans, problem.span_at = spans[0].data_ptr(), spans[1].data_ptr()
     found.attend(ctypes.addressof(problem))
     del k_alive, v_alive
     return out
@@ -106,8 +116,6 @@ def _why_not(store: Store) -> str:
         return "keys are rotated after they are decoded"
     if store.joint:
         return "keys and values share coefficients"
-    if store.live_ranges() is not None:
-        return "rows leave by position"
     if policy is not None and (why := _policy_needs(policy)):
         return why
     for name, side in store.sides.items():
@@ -124,9 +132,8 @@ def _why_not(store: Store) -> str:
 def _policy_needs(policy: PolicyTwin) -> str:
     if policy.step_weights:
         return f"{policy.part.name} looks at the weights"
-    for name, what in (("bias", "adds to the logits"), ("attended", "chooses the rows to read")):
-        if getattr(type(policy), name) is not getattr(PolicyTwin, name):
-            return f"{policy.part.name} {what}"
+    if type(policy).bias is not PolicyTwin.bias:
+        return f"{policy.part.name} adds to the logits"
     return ""
 
 

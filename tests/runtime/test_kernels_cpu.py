@@ -108,6 +108,33 @@ def test_rows_that_a_policy_kept(policy, monkeypatch):
     assert_fused_is_eager(filled(f"{policy} | int(bits=4)", 600, 2), monkeypatch)
 
 
+LEAVING = [
+    "window(recent=40) | int(bits=4)",
+    "window(recent=100,sinks=5) | q8_0",
+    "window(recent=290,sinks=0) | float8",
+    "stride(every=3,recent=20) | int(bits=8)",
+]
+
+
+@pytest.mark.parametrize("method", LEAVING)
+def test_rows_that_leave_by_position(method, monkeypatch):
+    for prompt, steps in ((20, 1), (200, 1), (300, 25)):
+        assert_fused_is_eager(filled(method, prompt, steps), monkeypatch)
+
+
+def test_a_sliding_layer(monkeypatch):
+    for prompt, steps in ((30, 1), (50, 1), (250, 30)):
+        assert_fused_is_eager(filled("int(bits=4)", prompt, steps, window=50), monkeypatch)
+
+
+@pytest.mark.parametrize("size", [16, 10, 64])
+@pytest.mark.parametrize("chain", ["int(bits=4)", "full", "kivi-4"])
+def test_selected_pages_without_gathering(size, chain, monkeypatch):
+    for prompt, batch in ((700, 1), (333, 2)):
+        store = filled(f"pages(size={size},top=0.3,dense_layers=0) | {chain}", prompt, 1, batch=batch)
+        assert_fused_is_eager(store, monkeypatch, batch=batch)
+
+
 def test_attend_takes_the_kernels_and_returns_the_step():
     store = filled("int(bits=4)", 300, 1)
     q = query(store)
