@@ -11,6 +11,8 @@ from kvsim.layout import Layout, Side, largest, smallest
 from kvsim.op import Named, Op
 from kvsim.parts import Work
 
+SMALL = "norms, rotation, activation"
+"""The line of all that only streams activations."""
 BLOCK_BYTES = 32768.0
 """Bytes that one thread block of a streaming kernel takes on: large arrays fill every unit."""
 
@@ -31,6 +33,8 @@ def step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
         if side.chain.format.name == "full":
             work = work + side.chain.basis.rewrite_work(layout.rows.stored, side.place)
     pieces = stores_of(layout, batch)
+    if all(side.chain.is_full for side in layout.sides):
+        yield _plain(layout, "full append", batch, count, pieces, 1)
     yield from _work_op("compress and append", work, batch, count, _written(layout, "append"), pieces)
     policy = layout.method.tokens
     name = f"{policy.name} step"
@@ -49,6 +53,8 @@ def prompt_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits:
     gathered = 2.0 * batch * kept * sum(s.place.heads * s.place.width * value_bits / 8 for s in layout.sides)
     copied = gathered if policy.drops in ("rows", "prefill") else 0.0
     yield from _work_op(name, policy.prompt_work(prompt, _keys(layout)), batch, count, ((name, 1.0),), pieces, copied)
+    if layout.method.is_full:
+        yield _plain(layout, "full compress", batch, count, pieces, kept)
     work = Work()
     for side in layout.sides:
         if side.chain.is_full:
@@ -63,6 +69,13 @@ def prompt_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits:
             + Work(0.0, np.where(np.asarray(fit.read_bytes) > 0, 0.0, read)[()], written)
         )
     yield from _work_op("compress", work, batch, count, _written(layout, "compress"), pieces)
+
+
+def _plain(layout: Layout, key: str, batch: Any, count: int, pieces: Any, rows: Any) -> Op:
+    """Writing rows as they are: elsewhere a part of the small kernels of a layer, and counted there."""
+    size = sum(s.place.heads * s.place.width * s.place.value_bits / 8 for s in layout.sides)
+    return Op(SMALL, "elementwise", count, bytes=2.0 * batch * rows * size, keys=((key, 1.0),), pieces=pieces,
+              only_known=True)
 
 
 def _work_op(

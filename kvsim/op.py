@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from kvsim import cost
 from kvsim.hardware import HardwareProfile
 from kvsim.kernels import kernel_family
 
+ANALOGY = 1.2
+"""How much further the ends of an interval lie where a format of the same name, but other bits, answers."""
 Named = tuple[tuple[str, float], ...]
 """Names of parts of a piece of work, and the share of each."""
 PART, FUSED, EAGER = "part", "fused", "eager"
@@ -91,16 +94,38 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
         return []
     times = []
     for form, how in op.formats:
-        kernel = family or next((k for k in op.kernels if (k, form) in known), None)
+        kernel, near = (family, form) if family else _measured(known, op.kernels, form)
         found = kernel_family(kernel)[2] if kernel and op.kernels else ""
         own = found in (EAGER, FUSED)
         work = kernel_work(op, own, gathers=found != EAGER)
-        one = cost.kernel_seconds(hardware, op.kind, work, format=form, conversion=how, kernel=kernel)
+        one = cost.kernel_seconds(hardware, op.kind, work, format=near, conversion=how, kernel=kernel)
+        one = one if near == form else _by_analogy(one, form, near)
         times.append(_scaled(one, (op.pieces if own else 1) / len(op.formats)))
         for name, share in op.adds if own else ():
             if (PART, f"{name} {found}") in known:
                 times.append(_own_time(hardware, on_top(op), f"{name} {found}", share / len(op.formats)))
     return times
+
+
+def _measured(known: frozenset[tuple[str, str]], kernels: tuple[str, ...], form: str) -> tuple[str | None, str]:
+    """Family and format that answer for `form`: itself, else one of its name with other digits; (None, form): none."""
+    exact = next((k for k in kernels if (k, form) in known), None)
+    if exact is not None:
+        return exact, form
+    for stem in (r"[a-z]+\d+_", r"[a-z]+"):
+        found = re.match(stem, form)
+        alike = re.compile(re.escape(found[0]) + r"\d*") if found else None
+        for k in kernels if alike else ():
+            near = sorted(f for family, f in known if family == k and alike is not None and alike.fullmatch(f))
+            if near:
+                return k, near[0]
+    return None, form
+
+
+def _by_analogy(one: cost.Seconds, form: str, near: str) -> cost.Seconds:
+    low, high = ((spread[0] / ANALOGY, spread[1] * ANALOGY) for spread in (one.spread, one.memory_spread))
+    said = f"{one.coefficients}; {form} by analogy with {near}"
+    return replace(one, spread=low, memory_spread=high, coefficients=said)
 
 
 def on_top(op: Op) -> Op:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvsim.layout import Layout, Side, largest, smallest
-from kvsim.method_work import attention_adds, prompt_work, step_work, stores_of
+from kvsim.method_work import SMALL, attention_adds, prompt_work, step_work, stores_of
 from kvsim.model import Attention, Layer, Matrix, ModelSpec
 from kvsim.op import Op
 
-SMALL = "norms, rotation, activation"
 SMALL_KERNELS = 5
 """Kernels of a layer that only stream activations: two norms, rotation and cache write, activation, residual."""
 

@@ -56,6 +56,8 @@ def ops_of(device: HardwareProfile, point: Point, dtype: str) -> tuple[Op, ...]:
     work = kvsim.Workload(w["batch"], w["prompt"], w["rows"] - w["prompt"])
     phase, _, name = point.what.partition(" ")
     found = phase_ops(Case(spec, device, kvsim.parse_method(str(w["method"])), work), phase)  # type: ignore[arg-type]
+    if name == REST:  # a layer alone has no norms: this is the plain writing of rows
+        found = [op for op in found if op.keys and op.keys[0][0].startswith("full ")]
     last: dict[str, Op] = {op.kind: op for op in found if op.name == name and np.all(np.asarray(op.count) > 0)}
     return tuple(last.values())
 
@@ -114,7 +116,7 @@ def layer_rows(origin: Origin, points: Sequence[Point], dtype: str, prefills: li
     rows += _on_top(replace(origin, device=device), attention, dtype)
     by_key: dict[str, list[Sample]] = defaultdict(list)
     for p in points:
-        if p.what == "decode attention" or p.what.endswith(REST):
+        if p.what == "decode attention":
             continue
         ops = {op.kind: op for op in ops_of(origin.device, p, dtype)}
         main = ops.get("elementwise")

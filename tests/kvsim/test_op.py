@@ -110,3 +110,15 @@ def test_a_product_of_one_row_may_have_a_kernel_of_its_own():
     two = kvsim.matmul_seconds(replace(DEVICE, own_coefficients=(plain,)), m=2, n=1000, k=2000, dtype="fp32")
     assert found.seconds[1] == pytest.approx(two.seconds)
     assert str(found.term[0]) == "walk"
+
+
+def test_a_format_without_a_row_is_answered_by_one_of_its_name():
+    fused = row("decode", "*/fused", "int4", t0_s=1e-5, log_error=(-0.1, 0.0, 0.1))
+    eager = row("decode", "*/eager", "rotated3", t0_s=5e-5, log_error=(-0.1, 0.0, 0.1))
+    device = replace(DEVICE, own_coefficients=(row("decode", "*/sdpa", "fp32"), fused, eager))
+    (found,) = op_seconds(device, replace(READ, formats=(("rotated5", "lookup"),)))
+    assert found.seconds == pytest.approx(151e-6)
+    assert "rotated5 by analogy with rotated3" in found.coefficients
+    assert found.high == pytest.approx(151e-6 * np.exp(0.1) * 1.2)
+    (other,) = op_seconds(device, replace(READ, formats=(("int3", "unpack"),)))
+    assert other.seconds == pytest.approx(111e-6)
