@@ -63,8 +63,8 @@ GPT = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 @cache
-def model_of(family, dtype=torch.float32):
-    """A random model of a family; weights large enough that its attention is not flat."""
+def model_of(family):
+    """A random model of a family, shared by tests; weights large enough that its attention is not flat."""
     torch.manual_seed(0)
     name, changes = FAMILIES[family]
     kept = {k: v for k, v in BASE.items() if k in GPT} if name in ("GPT2", "GPTJ") else dict(BASE)
@@ -77,7 +77,7 @@ def model_of(family, dtype=torch.float32):
     for p in model.parameters():
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=0.15)
-    return model.to(dtype)
+    return model
 
 
 def prompt(batch=2, tokens=40, seed=0):
