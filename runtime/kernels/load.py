@@ -11,6 +11,7 @@ import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Library:
         self.attend.argtypes, self.attend.restype = [ctypes.c_void_p], None
         self.encode = self.library.kvsim_encode
         self.encode.argtypes, self.encode.restype = [ctypes.c_void_p], ctypes.c_int
+        self.multiply = self.library.kvsim_multiply
+        self.multiply.argtypes, self.multiply.restype = [ctypes.c_int64], ctypes.c_float
         self.level = int(self.library.kvsim_level())
         self.lanes = int(self.library.kvsim_lanes())
 
@@ -49,7 +52,7 @@ def switch() -> str:
 def library() -> Library | str:
     """The library, compiled where it is not yet; or why there is none, said once on stderr."""
     compiler = os.environ.get("CXX", "c++")
-    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
+    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool, path=_search_path()) is None]
     if missing:
         return _without(f"{' and '.join(missing)} not found")
     try:
@@ -76,7 +79,7 @@ def _built(compiler: str) -> Path:
     print(f"kvsim: compiling the CPU kernels once (about {SECONDS} s)", file=sys.stderr, flush=True)
     root.mkdir(parents=True, exist_ok=True)
     # built aside and moved when complete: another process sees all of it or nothing
-    with tempfile.TemporaryDirectory(dir=root) as folder, contextlib.redirect_stdout(io.StringIO()):
+    with tempfile.TemporaryDirectory(dir=root) as folder, contextlib.redirect_stdout(io.StringIO()), _searching():
         cpp_extension.load(
             name,
             [str(SOURCES / source) for source in ("attend.cpp", "encode.cpp")],
@@ -87,6 +90,21 @@ def _built(compiler: str) -> Path:
         )
         os.replace(Path(folder) / path.name, path)
     return path
+
+
+def _search_path() -> str:
+    """Where programs are looked for: also beside this Python, where a virtual environment keeps ninja."""
+    return os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+
+
+@contextlib.contextmanager
+def _searching() -> Iterator[None]:
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = _search_path()
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def machine_flags() -> list[str]:

@@ -117,7 +117,8 @@ def test_without_a_compiler_it_is_said_once_and_runs(tmp_path):
            "TORCH_EXTENSIONS_DIR": str(tmp_path)}  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stderr.count("kvsim: no CPU kernels") == 1
-    assert "eager: k: c++ and ninja not found torch.Size([1, 6, 1, 64])" in done.stdout
+    assert done.stdout.startswith("eager: k: c++ ")  # ninja may lie beside this Python
+    assert "not found torch.Size([1, 6, 1, 64])" in done.stdout
 
 
 @pytest.mark.slow

@@ -162,5 +162,17 @@ int kvsim_level() { return kv::kDots ? 2 : kv::N == 16 ? 1 : 0; }
 
 int kvsim_lanes() { return kv::N; }
 
+// So many multiply-adds of whole vectors, nothing else: how fast arithmetic can be here.
+float kvsim_multiply(int64_t count) {
+  constexpr int AT_ONCE = 12;
+  kv::Vec sum[AT_ONCE], x(1.0f), y(1e-30f);
+  kv::each<AT_ONCE>([&](auto i) KV_LAMBDA { sum[i] = kv::Vec(static_cast<float>(i)); });
+  for (int64_t n = 0; n < count; n += AT_ONCE) {
+    kv::each<AT_ONCE>([&](auto i) KV_LAMBDA { sum[i] = at::vec::fmadd(sum[i], x, y); });
+  }
+  kv::each<AT_ONCE - 1>([&](auto i) KV_LAMBDA { sum[0] = sum[0] + sum[i + 1]; });
+  return kv::sum_of(sum[0]);
+}
+
 void kvsim_attend(const kv::Problem* problem) { kv::attend(*problem); }
 }
