@@ -185,20 +185,19 @@ def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) 
 
 
 def _kernels(layout: Layout) -> tuple[str, ...]:
-    """Families beside the default: fused ones, eager where a part looks at weights, adds to logits, chooses rows,
-    corrects what was decoded, or rows leave by position."""
+    """Families beside the default: fused ones, eager where a part moves scores by a step's weights, adds to logits,
+    or corrects, turns or rotates what was decoded.
+    """
     method = layout.method
     if method.is_full and not layout.attention.window:
         return ("fused",)
     policy, chains = method.tokens, [side.chain for side in layout.sides]
     ranking = getattr(policy, "ranking", None)
     weighs = policy.needs_weights or (ranking is not None and ranking.update == "weights")
-    leaves = bool(layout.attention.window) or (policy.drops == "rows" and (policy.positional or weighs))
-    # a policy that drops nothing, and yet is one, chooses what to read
-    looks = policy.merges or (policy.drops in ("none", "pages") and policy.name != "keep")
     corrected = any(c.corrections or c.before_rope or c.basis.both_sides for c in chains)
     turned = any(c.basis.rewrites_rows and c.format.name != "full" for c in chains)
-    return ("eager",) if leaves or looks or corrected or turned else ("fused", "eager")
+    looks = policy.merges or (policy.drops == "rows" and weighs)
+    return ("eager",) if looks or corrected or turned else ("fused", "eager")
 
 
 def _pairs(attention: Attention, prompt: Any) -> Any:

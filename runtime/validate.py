@@ -216,8 +216,9 @@ def print_validation(found: dict[str, Any]) -> None:
           [(r["method"], f"{r['batch']} x {r['prompt_tokens']}", what(r), duration(r["predicted_s"]),
             duration(r["measured_s"]), "" if inside(r) else "outside its interval") for r in worst])
     for name, key in (("whole steps", "order"), ("attention", "attention_order")):
-        tau = found["summary"][key]["tau"]
+        tau, apart = (found["summary"][key][k] for k in ("tau", "tau_apart"))
         said = f"Kendall tau {tau:.2f}" if tau is not None else "too few methods"
+        said += f", {apart:.2f} over pairs that differ by more than 10%" if apart is not None else ""
         say(out, f"order of methods by {name}: {said}")
     for method, why in found["left_out"].items():
         say(out, f"left out: {method}: {why}", style="yellow")

@@ -50,7 +50,15 @@ def test_order_is_told_for_each_length_and_batch():
     found = order(rows)
     assert [g["tau"] for g in found["groups"]] == [1.0, -1.0]
     assert found["tau"] == 0.0
+    assert [g["pairs_apart"] for g in found["groups"]] == [6, 3]
     assert order(rows[:2])["tau"] is None
+
+
+def test_pairs_that_hardly_differ_have_no_order_to_predict():
+    # b and c are 5% apart and swapped; of the other pairs all agree
+    found = order([row("a", 1, 1.0), row("b", 3, 2.0), row("c", 2, 2.1), row("d", 4, 4.0)])
+    assert found["tau"] == pytest.approx(4 / 6)
+    assert (found["groups"][0]["pairs_apart"], found["tau_apart"]) == (5, 1.0)
 
 
 def test_methods_are_many_and_none_is_one_that_calibration_measures():
