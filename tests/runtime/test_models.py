@@ -58,7 +58,10 @@ def test_eight_bits_stay_near_and_bytes_are_exact(family):
 def test_half_precision(family, dtype):
     model, ids = deepcopy(model_of(family)).to(dtype), prompt()
     own, mine = both(model, "full", ids)
-    assert distance(own, mine) < 0.05 * float(own.logits[0].float().std())
+    # in half precision near ties may fall either way, and what follows differs
+    assert torch.equal(own.sequences[:, :41], mine.sequences[:, :41])
+    for a, b in zip(own.logits[:2], mine.logits[:2], strict=True):
+        assert float((a - b).abs().max()) < 0.05 * float(a.float().std())
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     for method in ("full", "int(bits=4,group=16)", "h2o(budget=0.5) | int(bits=4,group=16)", "svd(rank=8)"):
         with CompressedCache(method, model) as cache:

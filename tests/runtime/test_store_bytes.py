@@ -136,17 +136,22 @@ def test_storages_are_those_that_are_counted(text):
     assert sum(reachable(layer).values()) == counted
 
 
+def tensors():
+    """Every tensor that the interpreter knows."""
+    return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+
+
 @pytest.mark.parametrize("text", ["int(bits=4,group=8)", "svd(rank=8) | int(bits=4,residual=8)",
                                   "h2o(budget=0.25) | int(bits=4) @ on_write"])  # fmt: skip
 def test_no_full_precision_copy_survives_a_step(text):
     """Of all tensors that the interpreter knows, none that came is as large as an uncompressed side."""
     layer, tokens = layer_of(text, Shape()), 600
-    before = {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+    before = {id(x) for x in tensors()}
     stream = Stream(layer, Shape())
     for size in (tokens, 1, 1):
         stream.feed(size)
     gc.collect()
     side = 2 * tokens * 32 * 4
-    new = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and id(x) not in before]
+    new = [x for x in tensors() if id(x) not in before]
     assert new
     assert [tuple(x.shape) for x in new if x.untyped_storage().nbytes() >= side] == []
