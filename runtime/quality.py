@@ -31,7 +31,7 @@ from runtime.quality_subjects import load_subject, load_text
     "--text", "text_file", type=click.Path(), metavar="FILE", help="Text to measure on.  [Python's own reference]"
 )
 @click.option("--methods", "--method", metavar="S[,S..]", help="Methods to measure.  [every preset]")
-@click.option("--segments", type=Count(), default=None, metavar="N", help="Pieces of text.  [8; 2 for @ on_write]")
+@click.option("--segments", type=Count(), default=None, metavar="N", help="Pieces of text.  [8; 4 for @ on_write]")
 @click.option(
     "--prompt", type=Count(), default=None, metavar="T", help="Tokens of a piece that are compressed.  [1024]"
 )

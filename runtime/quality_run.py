@@ -39,7 +39,7 @@ class Sizes:
     segments: int = 8
     prompt: int = 1024
     scored: int = 128
-    on_write_segments: int = 2
+    on_write_segments: int = 4
     seed: int = 0
 
     @property
