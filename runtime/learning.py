@@ -17,7 +17,7 @@ from runtime.bases.palu import PaluTwin
 from runtime.estimator import train_estimator
 from runtime.parts import BasisTwin, CorrectionTwin, FormatTwin, Setting, Tensors, twins
 from runtime.recording import Sample
-from runtime.rope import Rotation
+from runtime.rope import Rotation, rotates
 
 QUERIES = 256
 """Queries, and four times as many keys, between which rotated and unrotated scores are compared."""
@@ -29,8 +29,31 @@ def wants_slopes(method: Method) -> bool:
 
 
 def wants_rotation(method: Method) -> bool:
-    """Whether keys are needed as they are before the rotation."""
-    return method.k.before_rope or method.k.basis.both_sides
+    """Whether keys, or a score's queries, are needed as they are before the rotation."""
+    return _turns_back(method) or method.k.basis.both_sides or _looks_ahead(method)
+
+
+def _turns_back(method: Method) -> bool:
+    return method.k.before_rope or getattr(method.tokens, "rope", "post") == "pre"
+
+
+def _looks_ahead(method: Method) -> bool:
+    return getattr(method.tokens, "score", "") == "expected"
+
+
+def rotation_of(method: Method, model: nn.Module, attention: nn.Module, layer_type: str | None) -> Rotation | None:
+    """The rotation that a layer's method needs, or None; KvsimError, naming who needs it, where none can be undone.
+
+    score=expected runs as it is on models that rotate nothing.
+    """
+    if _turns_back(method):
+        return Rotation(model, attention, layer_type)
+    if method.k.basis.both_sides:
+        name = method.k.basis.name
+        return Rotation(model, attention, layer_type, wanted_by=name, instead="take another basis")
+    if _looks_ahead(method) and rotates(model, attention):
+        return Rotation(model, attention, layer_type, wanted_by="score=expected", instead="take another score")
+    return None
 
 
 @dataclass

@@ -43,6 +43,8 @@ EXACT = [
     "pyramid(budget=20,window=4)",
     "hierarchy(recent=6,block=3,summaries=2,sinks=2)",
     "hierarchy(recent=0,block=2,sinks=0,summaries=2)",
+    "modal(segments=text)",
+    "modal(segments=text3-image3x5-video3x3x2-audio7-text,space=2,time=2,audio=3)",
     "pages(size=4,top=0.3,dense_layers=0)",
     "pages(size=4,top=9,dense_layers=0,least_pages=1)",
     "pages(size=16,top=0.5,dense_layers=0)",

@@ -44,6 +44,7 @@ SMALL = {
     "pages": ["pages(size=8,top=0.25)"],
     "lsh_merge": ["lsh_merge(planes=3,recent=16)", "lsh_merge(planes=3,recent=16,when=running)"],
     "hierarchy": ["hierarchy(recent=16,block=4,summaries=2)"],
+    "modal": ["modal(segments=text3-image4x4-video2x3x2-audio5-text)"],
     "tiers": ["tiers(sizes=(16,32),strides=(1,4))"],
     "multiscale": ["multiscale(windows=(16,32),strides=(1,4))"],
     "outliers": ["outliers(fraction=0.05)"],
