@@ -127,7 +127,8 @@ def _body(text: str) -> Method:
     values = _stages(split(text[marks[1] + 1 :], "|"))
     if not (isinstance(keys.tokens, Keep) and isinstance(values.tokens, Keep)):
         raise KvsimError("a token policy holds for keys and values alike: write it before k:")
-    if values.k.before_rope and values.k.for_values() == values.v:
+    written = re.sub(r"\s", "", text[marks[1] + 1 :])  # a part's default may be rope=pre: nobody asked for that
+    if "rope=pre" in written and values.k.before_rope and values.k.for_values() == values.v:
         raise KvsimError("rope=pre is for keys: values carry no rotation; set it after k: alone")
     for stage in split(text[marks[1] + 1 :], "|"):
         kind = parts().get(_call(split(stage, "+")[0])[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvsim.configs import load_model
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, shown
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
+from kvsim.parts import Part
 from kvsim.ragged import LayerRows
 from kvsim.record import HeldBuffer
 from runtime.hook import NAME, HeldRows, close_on, open_on
 from runtime.kernels import path
 from runtime.layers import CompressedLayer
-from runtime.learning import wants_rotation
-from runtime.rope import Rotation
+from runtime.learning import rotation_of
 from runtime.sharing import Geometry, Surroundings
+
+SEEDS = 2**40
+"""Seeds are below it: layers and sides make others of them, which torch must be able to take."""
 
 
 class CompressedCache(Cache):
@@ -31,7 +34,8 @@ class CompressedCache(Cache):
 
     Args:
         method: the written form or a Method. hf_model: a decoder-only Hugging Face model whose attention goes through
-            transformers' attention interface. calibration: a calibration, or the file that holds one.
+            transformers' attention interface. calibration: a calibration, or the file that holds one; a part's own
+            `calibration=FILE` comes before it.
         prompt_tokens: length of a prompt that comes in several forward calls: it is compressed once, when complete.
         seed: of random matrices.
 
@@ -49,17 +53,20 @@ class CompressedCache(Cache):
         prompt_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
+        _check_arguments(hf_model, prompt_tokens, seed)
         self.method = parse_method(method)
         self.model = hf_model
         self.spec = spec_of(hf_model)
         self.calibration = _tensors(calibration, hf_model)
+        files = _files(self.method, hf_model, self.spec.n_layers)
         self.modules = attention_modules(hf_model, self.spec)
         layers = []
         for index, module in enumerate(self.modules):
             own = self.method.at(index, self.spec.n_layers)
-            rotation = Rotation(hf_model, module, _layer_type(hf_model, index)) if wants_rotation(own) else None
+            rotation = rotation_of(own, hf_model, module, _layer_type(hf_model, index))
             dtype, device = _place_of(module)
-            around = Surroundings(dtype, device, rotation, _of_layer(self.calibration, index), seed)
+            known = _of_layer(self.calibration, index) | _named(own, files, index)
+            around = Surroundings(dtype, device, rotation, known, seed)
             layers.append(CompressedLayer(own, geometry_of(self.spec, index), around, prompt_tokens))
         super().__init__(layers=layers)
         self._open = False
@@ -107,6 +114,8 @@ class CompressedCache(Cache):
 
     def set_scores(self, scores: list[Tensor]) -> None:
         """Give token policies scores from a pass outside (gradients), [B, H, T] for each layer."""
+        if len(scores) != len(self.layers):
+            raise KvsimError(f"set_scores takes a tensor for each of {len(self.layers)} layers, got {len(scores)}")
         for layer, one in zip(self.layers, scores, strict=True):
             layer.scores = one
 
@@ -186,6 +195,15 @@ def _layer_type(hf_model: nn.Module, index: int) -> str | None:
     return types[index] if types else None
 
 
+def _check_arguments(hf_model: Any, prompt_tokens: Any, seed: Any) -> None:
+    if not isinstance(hf_model, nn.Module) or not hasattr(getattr(hf_model, "config", None), "to_json_string"):
+        raise KvsimError(f"a compressed cache is for a Hugging Face model, got {type(hf_model).__name__}")
+    if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 0):
+        raise KvsimError(f"prompt_tokens is a count of tokens or None, got {shown(prompt_tokens)}")
+    if type(seed) is not int or abs(seed) >= SEEDS:
+        raise KvsimError(f"seed is a whole number below {SEEDS}, got {shown(seed)}")
+
+
 def _tensors(calibration: Any, hf_model: nn.Module) -> Mapping[str, Tensor]:
     if calibration is None:
         return {}
@@ -193,11 +211,37 @@ def _tensors(calibration: Any, hf_model: nn.Module) -> Mapping[str, Tensor]:
         from runtime.calibration import load
 
         calibration = load(calibration, hf_model)
-    tensors: Mapping[str, Tensor] = getattr(calibration, "tensors", calibration)
+    elif hasattr(calibration, "check"):
+        calibration.check(hf_model)
+    tensors = getattr(calibration, "tensors", calibration)
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        kind = type(calibration).__name__
+        raise KvsimError(f"calibration is a calibration, its tensors by name, or a file that holds one, got {kind}")
     return tensors
 
 
-def _of_layer(calibration: Mapping[str, Tensor], index: int) -> Mapping[str, Tensor]:
+def _files(method: Method, hf_model: nn.Module, layers: int) -> dict[str, Mapping[str, Tensor]]:
+    """Tensors of the files that the method's parts name themselves, `calibration=FILE`, by name."""
+    parts = [p for index in range(layers) for side, p in _sided(method.at(index, layers))]
+    names = {name for p in parts if (name := getattr(p, "calibration", None)) is not None}
+    return {name: _tensors(name, hf_model) for name in names}
+
+
+def _sided(method: Method) -> Iterator[tuple[str, Part]]:
+    for side, chain in (("k", method.k), ("v", method.v)):
+        yield from ((side, part) for part in (chain.basis, chain.format, *chain.corrections))
+
+
+def _named(method: Method, files: Mapping[str, Mapping[str, Tensor]], index: int) -> dict[str, Tensor]:
+    """What the files that a layer's parts name hold for it: each part's for its own side."""
+    found: dict[str, Tensor] = {}
+    for side, part in _sided(method):
+        own = _of_layer(files.get(getattr(part, "calibration", None) or "", {}), index)
+        found |= {k: t for k, t in own.items() if k.startswith(f"{side}.")}
+    return found
+
+
+def _of_layer(calibration: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     prefix = f"layer.{index}."
     return {k.removeprefix(prefix): v for k, v in calibration.items() if k.startswith(prefix)}
 

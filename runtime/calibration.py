@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ import kvsim
 from kvsim.errors import KvsimError, shown
 from kvsim.method import Method, parse_method
 from runtime.cache import attention_modules, geometry_of, spec_of
-from runtime.learning import Layer, learn, output_weight, wants_rotation, wants_slopes
+from runtime.learning import Layer, learn, output_weight, rotation_of, wants_slopes
 from runtime.parts import Tensors
 from runtime.recording import record
-from runtime.rope import Rotation
 
 FORMAT = "kvsim-calibration-1"
 SKETCHED = 32
@@ -43,6 +42,8 @@ class Calibration:
         """Write a safetensors file."""
         from safetensors.torch import save_file
 
+        if not Path(path).parent.is_dir():
+            raise KvsimError(f"cannot save a calibration to {shown(str(path))}: no such folder")
         save_file({k: t.contiguous() for k, t in self.tensors.items()}, str(path), metadata=self.metadata)
 
     def check(self, model: nn.Module, name: str = "the calibration") -> None:
@@ -71,12 +72,15 @@ def calibrate(model: PreTrainedModel, texts: Sequence[str | Sequence[int] | Tens
     """
     method = parse_method(method)
     spec, pieces = spec_of(model), _pieces(texts, tokenizer, length)
+    _check_ids(model, pieces)
+    if rows < 1:
+        raise KvsimError(f"calibrate learns from one row a layer at least, got rows={rows}")
     samples = record(model, pieces, max(1, rows // len(pieces)), wants_slopes(method), seed)
     tensors: Tensors = {}
     for index, module in enumerate(attention_modules(model, spec)):
         own, geometry = method.at(index, spec.n_layers), geometry_of(spec, index)
         types = getattr(model.config, "layer_types", None)
-        rotation = Rotation(model, module, types[index] if types else None) if wants_rotation(own) else None
+        rotation = rotation_of(own, model, module, types[index] if types else None)
         output = output_weight(module, geometry.n_heads * geometry.v_dim)
         layer = Layer(geometry.place("k", 32), geometry.place("v", 32), samples[index], rotation, output, seed)
         tensors |= {f"layer.{index}.{name}": t.cpu() for name, t in learn(own, layer).items()}
@@ -124,15 +128,31 @@ def fingerprint(model: nn.Module) -> tuple[str, list[float]]:
     return shapes, [float(p.detach().flatten()[:4096].float().abs().mean()) for p in chosen]
 
 
+def _check_ids(model: PreTrainedModel, pieces: list[Tensor]) -> None:
+    known = model.get_input_embeddings().num_embeddings
+    low, high = min(int(p.min()) for p in pieces), max(int(p.max()) for p in pieces)
+    if low < 0 or high >= known:
+        raise KvsimError(f"token ids reach from {low} to {high}, and {type(model).__name__} knows 0 to {known - 1}; "
+                         f"is the tokenizer another model's?")
+
+
 def _pieces(texts: Sequence[str | Sequence[int] | Tensor], tokenizer: Any, length: int) -> list[Tensor]:
     """Token ids [T], 2 <= T <= length."""
     if isinstance(texts, str):
         texts = [texts]
+    if length < 2:
+        raise KvsimError(f"calibrate cuts texts into pieces of 2 tokens or more, got length={length}")
+    if not isinstance(texts, Iterable):
+        raise KvsimError(f"calibrate takes a list of texts, or of lists of token ids, got {shown(texts)}")
     pieces = []
     for text in texts:
         if isinstance(text, str) and tokenizer is None:
             raise KvsimError("calibrate needs a tokenizer for texts; give one, or give token ids")
-        ids = torch.as_tensor(tokenizer(text)["input_ids"] if isinstance(text, str) else text, dtype=torch.int64)
+        try:
+            ids = torch.as_tensor(tokenizer(text)["input_ids"] if isinstance(text, str) else text, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError):
+            raise KvsimError(f"calibrate takes a list of texts, or of lists of token ids; {shown(text)} is neither"
+                             ) from None
         pieces += [p for p in ids.reshape(-1).split(length) if len(p) > 1]
     if not pieces:
         raise KvsimError("calibrate got no text of two tokens or more")

@@ -63,6 +63,14 @@ def rebuild(coefficients: Tensor, maps: Tensor, offset: Tensor | None = None) ->
     return rows if offset is None else rows + offset
 
 
+def check_rows(basis: BasisTwin, rank: int, rows: int) -> None:
+    """Raise KvsimError where a basis is to be calibrated from fewer rows than its rank."""
+    if rows < rank:
+        name = basis.part.name
+        raise KvsimError(f"{name}: rank={rank} needs as many rows to calibrate, and the texts gave {rows}; "
+                         f"give more text")
+
+
 class ModelBasis(BasisTwin):
     """A basis whose matrices stay with the model: made once, held once, replaced by `fixed` where it has their name."""
 

@@ -35,6 +35,7 @@ class CompressedLayer(CacheLayerMixin):
         self.prompt_tokens = prompt_tokens
         self.is_sliding = bool(geometry.window)
         self.twins = LayerTwins(method, geometry, around)
+        list(self.twins.held())  # what the model lacks, a calibration say, is missed before any row comes
         self.reset()
 
     @property
@@ -70,6 +71,9 @@ class CompressedLayer(CacheLayerMixin):
         """Note rows [B, H, q, d]; they are written when attention asks for them. Returns handles to be attended."""
         if torch.is_grad_enabled() and key_states.requires_grad:
             raise KvsimError("a compressed cache is for inference: call the model under torch.no_grad()")
+        if key_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
+            shapes = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            raise KvsimError(f"keys and values are [B, H, n, d] of as many rows each, got {shapes}")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
@@ -153,6 +157,8 @@ class CompressedLayer(CacheLayerMixin):
             return
         index = indices.to(self.device)
         index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.batch_size:
+            raise KvsimError(f"the cache holds {self.batch_size} sequences, there is no sequence {int(index.max())}")
         self.pieces = [new for piece in self.pieces if (new := piece.picked(index)) is not None]
         self.incoming = None if self.incoming is None else self.incoming.picked(index)
         self.scores = None if self.scores is None else self.scores[index]

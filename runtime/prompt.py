@@ -87,21 +87,24 @@ class Incoming:
             first = max(0, pad - (k.shape[2] - q.shape[2]))
             if first >= q.shape[2]:
                 continue
-            keys, values = k[rows, :, pad:], v[rows, :, pad:]
+            queries, keys, values = q[rows, :, first:], k[rows, :, pad:], v[rows, :, pad:]
             if stored:
-                keys, values = self._as_stored(keys, values)
-            out[rows, :, first:] = attend_rows(q[rows, :, first:], keys, values, rule, self.twins.geometry.window)
+                queries, keys, values = self._as_stored(queries, keys, values)
+            out[rows, :, first:] = attend_rows(queries, keys, values, rule, self.twins.geometry.window)
         return out
 
-    def _as_stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as the formats would give them back (protocol on_write): no token policy has acted yet."""
-        store = Store(self.twins.formats_alone())
-        if store.joint:
-            raise KvsimError(f"{self.twins.method.k.basis.name} runs with protocol after_prefill only")
-        store.append(k, v, torch.arange(k.shape[2], device=k.device).expand(k.shape[0], -1))
+    def _as_stored(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows as the formats would give them back (protocol on_write): no token policy has acted yet.
+
+        Queries come back too: those of a joint latent are turned as its keys are.
+        """
+        store, at = Store(self.twins.formats_alone()), torch.arange(k.shape[2], device=k.device)
+        store.append(k, v, at.expand(k.shape[0], -1))
         store.settle()
         keys, values = store.read()
-        return keys.to(k.dtype), values.to(v.dtype)
+        if store.joint:
+            q = store.mixed(q, at[-q.shape[2] :].expand(k.shape[0], -1))
+        return q, keys.to(k.dtype), values.to(v.dtype)
 
     def taken(self, scores: Tensor | None) -> list[Piece]:
         """Stores that hold the prompt as the method says; scores [B, H, n] from outside."""

@@ -19,20 +19,30 @@ CHANGES = ("dynamic", "longrope")
 class Rotation:
     """The rotation of one attention layer: `rotate(x, positions)` and its inverse `unrotate`.
 
-    Raises KvsimError where the architecture has no rotary embedding that can be undone, or rotates in another way.
+    wanted_by, instead: what asks for it, and what to do without, for the error. Raises KvsimError where the
+    architecture has no rotary embedding that can be undone, or rotates in another way.
     """
 
-    def __init__(self, model: nn.Module, attention: nn.Module, layer_type: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        attention: nn.Module,
+        layer_type: str | None = None,
+        *,
+        wanted_by: str = "rope=pre",
+        instead: str = "leave rope=post",
+    ) -> None:
+        self.wanted_by, self.instead = wanted_by, instead
         self.embedding: Any = getattr(attention, "rotary_emb", None) or _embedding(model)
         source = sys.modules[type(attention).__module__]
         half, apply = getattr(source, "rotate_half", None), getattr(source, "apply_rotary_pos_emb", None)
         self.name = type(attention).__name__
         if self.embedding is None or half is None or apply is None:
-            raise KvsimError(f"rope=pre: {self.name} has no rotary embedding to undo; leave rope=post")
+            raise KvsimError(f"{wanted_by}: {self.name} has no rotary embedding to undo; {instead}")
         kinds = getattr(self.embedding, "rope_type", "default")
         kind = kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds
         if kind in CHANGES:
-            raise KvsimError(f"rope=pre: {kind} angles change as the text grows and cannot be undone; leave rope=post")
+            raise KvsimError(f"{wanted_by}: {kind} angles change as the text grows and cannot be undone; {instead}")
         self.half: Callable[[Tensor], Tensor] = half
         wanted = "layer_type" in inspect.signature(self.embedding.forward).parameters
         self.layer_type = layer_type if wanted else None
@@ -49,7 +59,7 @@ class Rotation:
         turned = self.rotate(x, at)
         close = wanted.shape == turned.shape and torch.allclose(wanted.float(), turned, atol=1e-5)
         if not close or not torch.allclose(self.unrotate(turned, at), x, atol=1e-5):
-            raise KvsimError(f"rope=pre: {self.name} rotates in a way that is not known here; leave rope=post")
+            raise KvsimError(f"{self.wanted_by}: {self.name} rotates in a way that is not known here; {self.instead}")
 
     def _tables(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         extra = () if self.layer_type is None else (self.layer_type,)
@@ -78,6 +88,12 @@ class Rotation:
         else:
             turned = part * cos + self.half(part) * sin
         return torch.cat([turned.to(x.dtype), x[..., width:]], dim=-1)
+
+
+def rotates(model: nn.Module, attention: nn.Module) -> bool:
+    """Whether this architecture rotates keys at all, in whatever way."""
+    source = sys.modules[type(attention).__module__]
+    return hasattr(source, "apply_rotary_pos_emb") or _embedding(model) is not None
 
 
 def _embedding(model: nn.Module) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsim.bases.learned_projection import LearnedProjection
-from runtime.latent import ModelBasis, right_vectors, wide
+from runtime.latent import ModelBasis, check_rows, right_vectors, wide
 from runtime.parts import Tensors
 
 RIDGE = 1e-6
@@ -32,6 +32,7 @@ class LearnedProjectionTwin(ModelBasis):
         E = V^T A^T and D = V^T A^-1 (Eckart and Young).
         """
         rows = wide(x).double().transpose(0, 1).flatten(1, 2)
+        check_rows(self, self.part.rank, rows.shape[1])
         factor = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand(len(rows), -1, -1)
         inverse = factor
         if metric is not None:

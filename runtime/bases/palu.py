@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvsim.bases.palu import Palu
-from runtime.latent import ModelBasis, joined, parted, right_vectors, wide
+from runtime.latent import ModelBasis, check_rows, joined, parted, right_vectors, wide
 from runtime.parts import Tensors
 
 
@@ -38,7 +38,9 @@ class PaluTwin(ModelBasis):
         of S W. Since ||S (W - W')|| = ||X W - X W'||, that is the truncated SVD of the outputs X W, the rows cached.
         """
         rows = self._grouped(wide(x)).transpose(0, 1).flatten(1, 2)[None]
-        vectors, _ = right_vectors(rows, min(self.part.latent(self.place).width, rows.shape[2]))
+        rank = self.part.latent(self.place).width
+        check_rows(self, rank, rows.shape[2])
+        vectors, _ = right_vectors(rows, rank)
         found = parted(vectors, self.place.heads)[0].float().contiguous()
         return {f"{self.frame}.encoder": found, f"{self.frame}.decoder": found.clone()}
 

@@ -28,17 +28,17 @@ class KMeansTwin(FormatTwin):
 
     def model_buffers(self) -> Tensors:
         """The codebooks, ascending; zeros until something is learned."""
+        if not self._known and self.part.weighting != "none":
+            raise KvsimError(
+                f"kmeans: weighting={self.part.weighting} needs calibration, and there is none for the "
+                f"{self.place.where}; calibrate, or use weighting=none"
+            )
         return {"codebook": self._book}
 
     def start(self, x: Tensor) -> Tensors:
         """Learn the codebooks from the first rows of the first sequences, unless they were calibrated."""
         if not self._known:
-            if self.part.weighting != "none":
-                raise KvsimError(
-                    f"kmeans: weighting={self.part.weighting} needs calibration, and there is none for the "
-                    f"{self.place.where}; calibrate, or use weighting=none"
-                )
-            self._book.copy_(self.calibrate(x)["codebook"])
+            self.model_buffers()["codebook"].copy_(self.calibrate(x)["codebook"])
             self._known = True
         return {}
 
