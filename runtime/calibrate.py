@@ -6,11 +6,13 @@ import datetime
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 import torch
@@ -227,3 +229,16 @@ def command(out: Path | None, on: str, name: str | None, threads: int | None, qu
     if busy > 0.3:
         click.echo(f"note: {100 * busy:.0f}% of the repeats were disturbed by other work on this machine; "
                    "calibrate again when it is quiet", err=True)
+
+
+class _Callable(ModuleType):
+    """`from runtime import calibrate` gives this module: calling it calibrates a method on a model, from texts."""
+
+    def __call__(self, model: Any, texts: Sequence[Any], method: Any, *, tokenizer: Any = None, length: int = 512,
+                 rows: int = 4096, seed: int = 0) -> Any:
+        from runtime.calibration import calibrate
+
+        return calibrate(model, texts, method, tokenizer=tokenizer, length=length, rows=rows, seed=seed)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -137,6 +137,13 @@ def test_a_file_that_the_method_names_is_used(tmp_path):
     assert not torch.equal(a, out("palu(rank=8)", mixed))
 
 
+def test_the_package_hands_it_out():
+    from runtime import calibrate as handed
+
+    assert torch.equal(out("palu(rank=8)", handed(model_of("llama"), texts(), "palu(rank=8)")),
+                       out("palu(rank=8)", calibrate(model_of("llama"), texts(), "palu(rank=8)")))  # fmt: skip
+
+
 def test_a_calibration_of_another_model_is_refused_by_every_door(tmp_path):
     found, file = calibrate(model_of("llama"), texts(), "palu(rank=8)"), tmp_path / "own"
     found.save(file)
