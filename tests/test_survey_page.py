@@ -60,3 +60,21 @@ def test_every_section_with_a_method_has_its_line():
         "7.6",
     ):
         assert f"| {section} |" in PAGE
+
+
+CLASSES = ("GroupInt8Quantizer", "KVCacheQuantizer", "H2OKVCache", "StreamingAttention", "LowRankProjection",
+           "OnlineSVDCache", "AdaptiveRankCache")  # fmt: skip
+WRONG = {"1.1": 1, "1.2": 1, "3.1.2": 2, "3.2.2": 1, "3.5": 6, "4.5": 7, "5.3.1": 1, "5.6": 5, "6.1": 2}
+"""Sections that are wrong, and in how many ways."""
+
+
+def test_every_class_has_its_line():
+    table = PAGE.split("## The survey's classes")[1].split("##")[0]
+    assert all(f"| `{name}` |" in table for name in CLASSES)
+
+
+def test_every_error_has_its_test():
+    rows = [line for line in PAGE.split("## Where it is wrong")[1].splitlines() if line.startswith("| ")][1:]
+    assert all(re.search(r"`test_\w+`", row) for row in rows if "---" not in row)
+    found = [row.split("|")[1].strip() for row in rows]
+    assert all(found.count(section) >= count for section, count in WRONG.items())
