@@ -1,4 +1,4 @@
-"""The commands that need torch: calibrate, measure, quality, validate; `validate --against` a file does not."""
+"""The commands that need torch: calibrate, measure, quality, train, validate; `validate --against` a file does not."""
 
 from __future__ import annotations
 
@@ -52,20 +52,27 @@ def quality_command(ctx: click.Context) -> None:
     hand_over("quality", _rest(ctx))
 
 
+@click.command("train", context_settings=_ANY, help="Train a method's projections on a model (runtime extra).")
+@click.pass_context
+def train_command(ctx: click.Context) -> None:
+    """Hand over to `runtime`."""
+    hand_over("train", _rest(ctx))
+
+
 @click.command("validate", context_settings={"ignore_unknown_options": True})
 @click.option(
     "--against",
     multiple=True,
     type=click.Path(),
     metavar="CSV",
-    help="Measured kernel times to compare with; needs no torch.",
+    help="Measured kernel times, or whole servers' (tpot_ms), to compare with; needs no torch.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[CSV]...")
 def validate_command(against: tuple[str, ...], as_json: bool, more: tuple[str, ...]) -> None:
     """Say how far predictions are from measurements.
 
-    From files of measured kernel times, or by measuring here, which needs the runtime extra and takes --device FILE (a
+    From files of measured kernel or server times, or by measuring here, which needs the runtime extra and takes --device FILE (a
     profile that `kvsim calibrate` wrote), --model, --layers, --methods, --prompt, --batch, --threads, --out and --plot.
     """
     if not against:
@@ -74,22 +81,24 @@ def validate_command(against: tuple[str, ...], as_json: bool, more: tuple[str, .
     wrong = next((word for word in more if word.startswith("-")), None)
     if wrong is not None:
         raise KvsimError(f"validate: no option {wrong!r}; `kvsim validate --help` lists them")
-    from kvsim.accuracy import evaluate, summary, table_lines
+    from kvsim.accuracy import compared, table_lines
 
     files = (*against, *more)
-    tables = {}
+    found = []
     for path in files:
         if len(files) > 1 and sys.stderr.isatty():
             click.echo(f"reading {path}", err=True)
-        tables[path] = evaluate(path)
+        found.append(compared(path))
     if as_json:
-        print_json(
-            {"files": [{"file": p, "summary": summary(r), "rows": [asdict(x) for x in r]} for p, r in tables.items()]}
-        )
+        print_json({"files": [{"file": p, "summary": c.summary, "rows": [asdict(x) for x in c.rows],
+                               "left_out": c.left_out} for p, c in zip(files, found, strict=True)]})  # fmt: skip
         return
-    for path, rows in tables.items():
+    for path, one in zip(files, found, strict=True):
         click.echo(path)
-        click.echo("\n".join(table_lines(rows)) + "\n")
+        click.echo("\n".join(table_lines(one.rows, one.summary)))
+        for why, count in one.left_out.items():
+            click.echo(f"left out: {count} rows of {why}")
+        click.echo()
 
 
-COMMANDS = (validate_command, calibrate_command, measure_command, quality_command)
+COMMANDS = (validate_command, calibrate_command, measure_command, quality_command, train_command)

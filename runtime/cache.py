@@ -57,7 +57,7 @@ class CompressedCache(Cache):
         self.method = parse_method(method)
         self.model = hf_model
         self.spec = spec_of(hf_model)
-        self.calibration = _tensors(calibration, hf_model)
+        self.calibration = _tensors(calibration, hf_model, self.method)
         files = _files(self.method, hf_model, self.spec.n_layers)
         self.modules = attention_modules(hf_model, self.spec)
         layers = []
@@ -204,7 +204,7 @@ def _check_arguments(hf_model: Any, prompt_tokens: Any, seed: Any) -> None:
         raise KvsimError(f"seed is a whole number below {SEEDS}, got {shown(seed)}")
 
 
-def _tensors(calibration: Any, hf_model: nn.Module) -> Mapping[str, Tensor]:
+def _tensors(calibration: Any, hf_model: nn.Module, method: Method, file: str | None = None) -> Mapping[str, Tensor]:
     if calibration is None:
         return {}
     if isinstance(calibration, str | Path):
@@ -213,6 +213,8 @@ def _tensors(calibration: Any, hf_model: nn.Module) -> Mapping[str, Tensor]:
         calibration = load(calibration, hf_model)
     elif hasattr(calibration, "check"):
         calibration.check(hf_model)
+    if hasattr(calibration, "check_method"):
+        calibration.check_method(method, spec_of(hf_model).n_layers, file)
     tensors = getattr(calibration, "tensors", calibration)
     if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
         kind = type(calibration).__name__
@@ -224,7 +226,7 @@ def _files(method: Method, hf_model: nn.Module, layers: int) -> dict[str, Mappin
     """Tensors of the files that the method's parts name themselves, `calibration=FILE`, by name."""
     parts = [p for index in range(layers) for side, p in _sided(method.at(index, layers))]
     names = {name for p in parts if (name := getattr(p, "calibration", None)) is not None}
-    return {name: _tensors(name, hf_model) for name in names}
+    return {name: _tensors(name, hf_model, method, name) for name in names}
 
 
 def _sided(method: Method) -> Iterator[tuple[str, Part]]:

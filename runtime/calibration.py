@@ -57,6 +57,22 @@ class Calibration:
         if len(pairs) != len(sketch) or any(abs(a - b) > NEAR * max(abs(a), abs(b)) for a, b in pairs):
             raise KvsimError(f"{name} was made for other weights of {type(model).__name__}; calibrate this model")
 
+    def check_method(self, method: Method, n_layers: int, file: str | None = None) -> None:
+        """Raise KvsimError where factors were trained, not calibrated, and for other ranks: they cannot be cut.
+
+        file: the file that the bases in question name; None: those that name none.
+        """
+        if "trained" not in self.metadata:
+            return
+        own = parse_method(self.metadata["method"])
+        for index in range(n_layers):
+            asked, made = method.at(index, n_layers), own.at(index, n_layers)
+            for a, b in ((asked.k.basis, made.k.basis), (asked.v.basis, made.v.basis)):
+                here = getattr(a, "calibrated", False) and getattr(a, "calibration", None) == file
+                if here and a.with_settings(calibration=None) != b:
+                    raise KvsimError(f"the calibration was trained with {b} at layer {index}, and this method has {a} "
+                                     f"there: use the method that its metadata names")
+
 
 def calibrate(model: PreTrainedModel, texts: Sequence[str | Sequence[int] | Tensor], method: str | Method, *,
               tokenizer: Any = None, length: int = 512, rows: int = 4096, seed: int = 0) -> Calibration:
