@@ -91,6 +91,8 @@ class CompressedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers asks; the type of the length tells the mask function that the mask is this cache's."""
+        if not query_length:
+            raise KvsimError("a forward of no tokens: give the model one at least (a start token, for an empty prompt)")
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         return HeldRows(length), offset
 
@@ -107,6 +109,19 @@ class CompressedCache(Cache):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        """The same rows in a cache of its own, on the same model: one prompt's rows for several continuations."""
+        if not self._open:
+            raise KvsimError("this cache is closed: copy it while it is open")
+        found = type(self).__new__(type(self))
+        found.__dict__ = dict(self.__dict__)
+        found.layers = [layer.copied() for layer in self.layers]
+        open_on(self.model)
+        return found
+
+    def __copy__(self) -> CompressedCache:
+        return self.__deepcopy__({})
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):

@@ -107,6 +107,8 @@ def attention(
             f"layer {layer.geometry.layer} attends a window of {sliding_window} where its config was read as "
             f"{layer.geometry.window or 'none'}: this architecture is not supported"
         )
+    if kwargs.get("output_attentions"):
+        raise KvsimError("attention over a compressed cache hands out no weights: leave output_attentions off")
     unknown = [name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS]
     if unknown:
         raise KvsimError(f"this attention takes {', '.join(unknown)}, which a compressed cache does not know")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +164,16 @@ class CompressedLayer(CacheLayerMixin):
         self.incoming = None if self.incoming is None else self.incoming.picked(index)
         self.scores = None if self.scores is None else self.scores[index]
         self.batch_size = len(index)
+
+    def copied(self) -> CompressedLayer:
+        """A layer of its own with the same rows; what belongs to the model is shared."""
+        found, everyone = copy(self), torch.arange(self.batch_size)
+        if self.is_initialized:
+            everyone = everyone.to(self.device)
+            own = [torch.arange(len(piece.sequences), device=piece.sequences.device) for piece in self.pieces]
+            found.pieces = [replace(p, store=p.store.picked(at)) for p, at in zip(self.pieces, own, strict=True)]
+            found.incoming = None if self.incoming is None else self.incoming.picked(everyone)
+        return found
 
     def offload(self) -> None:
         """Move everything to the CPU; the next step brings it back."""

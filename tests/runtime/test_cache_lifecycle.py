@@ -1,6 +1,7 @@
 """What people do to a cache: reset, close, share a model, stop midway, move it, use it wrongly."""
 
 import gc
+from copy import deepcopy
 
 import pytest
 import torch
@@ -149,3 +150,64 @@ def test_offload_and_prefetch_keep_everything():
             layer.prefetch()
         assert cache.nbytes() == size
         logits(model, ids[:, :1], cache)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "full",
+        "kivi-4(group=8,residual=16)",
+        "h2o(budget=0.5) | int(bits=8)",
+        "adakv(budget=0.5,window=8)",
+        "online_svd(rank=8)",
+        "lsh_merge(planes=3,recent=8,when=running)",
+        "int(bits=4,rope=pre)",
+    ],
+)
+def test_a_copy_is_a_cache_of_its_own(method):
+    """`copy.deepcopy` of a prompt's cache, as people reuse prefixes: same rows, same model, nothing shared but that."""
+    model, ids = model_of("llama"), prompt()
+    before = model.config._attn_implementation
+    with CompressedCache(method, model) as cache:
+        logits(model, ids, cache)
+        size, rows = cache.nbytes(), cache.rows()
+        other = deepcopy(cache)
+        assert other.model is model
+        assert (other.nbytes(), other.allocated_nbytes(), other.rows()) == (size, cache.allocated_nbytes(), rows)
+        first = [logits(model, ids[:, i : i + 1], other) for i in range(9)]
+        assert (cache.nbytes(), cache.rows(), cache.get_seq_length()) == (size, rows, 40)
+        for i, expected in enumerate(first):
+            assert torch.equal(logits(model, ids[:, i : i + 1], cache), expected)
+        own = {x.untyped_storage().data_ptr() for _, x in _pages(cache)}
+        assert not own & {x.untyped_storage().data_ptr() for _, x in _pages(other)}
+    logits(model, ids[:, :1], other)  # the first one's end is not the copy's
+    other.close()
+    assert model.config._attn_implementation == before
+    with pytest.raises(KvsimError, match="closed"):
+        deepcopy(other)
+
+
+def _pages(cache):
+    stores = [p.store for layer in cache.layers for p in layer.pieces]
+    return [(name, x) for store in stores for name, page in store.pages() for x in page.chunks]
+
+
+def test_a_copy_in_the_middle_of_a_prompt():
+    model, ids = model_of("llama"), prompt()
+    with CompressedCache("int(bits=8)", model, prompt_tokens=40) as cache:
+        logits(model, ids[:, :10], cache)
+        other = deepcopy(cache)
+        whole = logits(model, ids[:, 10:], cache)
+        assert torch.equal(logits(model, ids[:, 10:], other), whole)
+        assert other.nbytes() == cache.nbytes()
+        other.close()
+
+
+def test_no_tokens_and_no_weights():
+    model = model_of("llama")
+    with CompressedCache("int(bits=8)", model) as cache:
+        with pytest.raises(KvsimError, match="a forward of no tokens"):
+            logits(model, torch.zeros((1, 0), dtype=torch.int64), cache)
+        cache.reset()
+        with pytest.raises(KvsimError, match="leave output_attentions off"):
+            logits(model, prompt(), cache, output_attentions=True)
