@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,32 @@ def like_llm(table: Table) -> NDArray[np.bool_]:
     return found
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A measured file beside predictions: rows by group, figures over all, and why rows were left out, with counts."""
+
+    rows: list[Row]
+    summary: dict[str, float | None]
+    left_out: dict[str, int]
+
+
+def compared(path: str | Path) -> Compared:
+    """Compare a measured CSV with predictions: kernels' times, or whole servers' where it has a column tpot_ms.
+
+    Raises KvsimError, one line, for a file that cannot be read or holds nothing that can be predicted.
+    """
+    from kvsim import serving_steps
+
+    if serving_steps.is_serving(path):
+        steps, left_out = serving_steps.read_steps(path)
+        rows = serving_steps.evaluate_steps(steps)
+        return Compared(rows, summary(rows) | serving_steps.steps_summary(steps), left_out)
+    rows = evaluate(path)
+    return Compared(rows, summary(rows), {})
+
+
 def evaluate(path: str | Path) -> list[Row]:
-    """Compare a measured CSV with predictions, one Row for each (gpu, kernel, format).
+    """Compare a measured CSV of kernel times with predictions, one Row for each (gpu, kernel, format).
 
     Raises KvsimError, one line, for a file that cannot be read or a device or format that is unknown.
     """
@@ -110,8 +134,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float | None]:
             "llm_error": float(np.median(llm)) if llm else None}
 
 
-def table_lines(rows: Sequence[Row]) -> list[str]:
-    """The rows as text lines with a header and the medians over groups at the end."""
+def table_lines(rows: Sequence[Row], more: Mapping[str, float | None] | None = None) -> list[str]:
+    """The rows as text lines with a header, the medians over groups and any other figures at the end."""
     def percent(value: float | None) -> str:
         return f"{100 * value:6.1f}%" if value is not None else "      -"
 
@@ -123,4 +147,6 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     total = summary(rows)
     lines.append(f"{'median over groups':73} {'':6} {percent(total['error'])} {percent(total['coverage'])} {'':5} "
                  f"{percent(total['llm_error'])}")
+    lines += [f"{name.replace('_', ' '):73} {'':6} {percent(value)}" for name, value in (more or {}).items()
+              if name not in total]
     return lines

@@ -72,8 +72,9 @@ def train_command(ctx: click.Context) -> None:
 def validate_command(against: tuple[str, ...], as_json: bool, more: tuple[str, ...]) -> None:
     """Say how far predictions are from measurements.
 
-    From files of measured kernel or server times, or by measuring here, which needs the runtime extra and takes --device FILE (a
-    profile that `kvsim calibrate` wrote), --model, --layers, --methods, --prompt, --batch, --threads, --out and --plot.
+    From files of measured kernel or server times, or by measuring here, which needs the runtime extra and takes
+    --device FILE (a profile that `kvsim calibrate` wrote), --model, --layers, --methods, --prompt, --batch, --threads,
+    --out and --plot.
     """
     if not against:
         hand_over("validate", [*(["--json"] if as_json else []), *more])

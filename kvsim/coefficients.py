@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsim.errors import KvsimError, did_you_mean, shown
 
-OPS = ("decode", "prefill", "matmul", "elementwise")
+OPS = ("decode", "prefill", "matmul", "elementwise", "engine")
 FAMILIES = ("ampere-dc", "hopper", "blackwell-dc", "blackwell-gddr", "ada", "ampere-gddr", "turing", "volta", "cdna",
             "rdna", "xe", "gaudi", "trainium", "tpu", "apple", "unified-nvidia", "cpu")
 
@@ -33,6 +33,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "single_t0_s": (0.0, 1e-2),
     "single_share": (0.0, 1.1),
     "single_s": (0.0, 1e-2),
+    "layer_s": (0.0, 1e-2),
+    "experts_s": (0.0, 1e-2),
+    "prefill_share": (0.0, 10.0),
 }
 """What physics allows for each number; a value outside is a slip of the pen or of a unit."""
 
@@ -53,6 +56,8 @@ class Coefficient:
     (the longest alone counts); 0: 8, and 2 in prefill.
     single_t0_s, single_share, single_s: fixed cost, bandwidth share and seconds for each 1,024 outputs of a product
     of one row (m = 1), where a kernel of its own does it (share 0: no such kernel).
+    layer_s, experts_s, prefill_share (op engine): seconds that a server adds to each layer of a step and to each with
+    routed experts; share of prompts' time, met by chance, by which running requests wait for new ones.
     group_limit: query heads per KV head beyond which each query head reads alone.
     log_error: 5%, 50% and 95% quantiles of ln(measured / predicted); memory_log_error: the same where moving bytes
     takes at least half of the time (None: no difference). rows: measurements behind it, devices: on what.
@@ -80,6 +85,9 @@ class Coefficient:
     single_t0_s: float = 0.0
     single_share: float = 0.0
     single_s: float = 0.0
+    layer_s: float = 0.0
+    experts_s: float = 0.0
+    prefill_share: float = 0.0
     log_error: tuple[float, float, float] = (-0.7, 0.0, 0.7)
     memory_log_error: tuple[float, float, float] | None = None
     rows: int = 0

@@ -132,8 +132,8 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
     return seconds, tuple(parts)
 
 
-def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k: Real,
-                 dtype: str) -> tuple[Real, Parts]:
+def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k: Real, dtype: str,
+                 working_set: Real | None = None) -> tuple[Real, Parts]:
     """Seconds and named terms of y[m, n] = x[m, k] w[n, k]^T with one set of coefficients.
 
         t0 + step_s * k / 1024 + sqrt(memory^2 + compute^2)
@@ -145,7 +145,7 @@ def product_time(device: HardwareProfile, c: Coefficient, *, m: Real, n: Real, k
     # Activations are 16 bit; a kernel that quantizes them writes and reads them once more as bytes.
     quantized = 2.0 if facts.quantizes else 0.0
     moved = weights * (facts.bits / 8.0) + m * ((2.0 + quantized) * k + 2.0 * n)
-    memory = _memory(device, c, moved, None)
+    memory = _memory(device, c, moved, working_set)
     compute = weights * m * (2.0 / (c.flops_share * unit_of(device, dtype)))
     walk: Real = k * (c.step_s / 1024.0)
     launch: Real = c.t0_s
@@ -245,7 +245,7 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
 
 
 def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dtype: str = "bf16",
-                   kernel: str | None = None) -> Seconds:
+                   kernel: str | None = None, working_set: Real | None = None) -> Seconds:
     """Time y[m, n] = x[m, k] w[n, k]^T; arrays broadcast.
 
     Args:
@@ -256,11 +256,14 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
         KvsimError: unknown dtype; a size that is not a whole number >= 1; shapes that do not broadcast.
     """
     known_dtype(word(dtype, "dtype"))
-    sizes = {name: whole(value, name, low=1) for name, value in (("m", m), ("n", n), ("k", k))}
+    sizes: dict[str, Any] = {name: whole(value, name, low=1) for name, value in (("m", m), ("n", n), ("k", k))}
+    if working_set is not None:
+        sizes["working_set"] = _quantity(working_set, "working_set")
     choice = chosen(device, "matmul", kernel, dtype)
 
     def timed(**piece: Any) -> tuple[Real, Parts]:
         return product_time(device, choice.coefficient, dtype=dtype, **piece)
+        working_set: bytes that pass by before the same weights are read again; None: the product is repeated.
 
     return answer(timed, sizes, choice)
 

@@ -16,6 +16,7 @@ from kvsim.errors import KvsimError
 from kvsim.families import fit_family, read_tables
 from kvsim.fitting import trusted
 from kvsim.measured import Table, device_of
+from kvsim.serving_steps import read_steps, unseen_blocks
 
 BLOCK = {"decode": ("n_heads", "n_kv_heads", "head_dim", "batch"), "matmul": ("m", "n", "k"),
          "prefill": ("n_heads", "n_kv_heads", "head_dim", "batch")}
@@ -58,12 +59,22 @@ def _line(what: str, rows: Sequence[Row]) -> str:
     return f"{what:44} {'  '.join(numbers)}"
 
 
+def _served(path: Path) -> str:
+    errors, dense = unseen_blocks(read_steps(path)[0])
+    numbers = [f"{name} {100 * float(np.median(some)):5.1f}% of {len(some)}"
+               for name, some in (("dense", errors[dense]), ("experts", errors[~dense])) if len(some)]
+    return f"{'servers: blocks of shapes held out':44} {'  '.join(numbers)}"
+
+
 def main() -> None:
     """Command line: print held-out and carried errors for a folder of measured CSV files."""
     parser = argparse.ArgumentParser(prog="python -m kvsim.crosscheck", description=main.__doc__)
     parser.add_argument("folder", type=Path, help="folder of measured CSV files")
+    folder = parser.parse_args().folder
     try:
-        tables = [t.where(trusted(t)) for t in read_tables(parser.parse_args().folder)]
+        for path in sorted(folder.glob("serving*.csv")):
+            print(_served(path))
+        tables = [t.where(trusted(t)) for t in read_tables(folder)]
         families = sorted({str(f) for t in tables for f in np.unique(family_of(t))})
         for table in tables:
             print(_line(f"{table.op}: blocks of shapes held out", unseen_shapes(table)))

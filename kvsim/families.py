@@ -16,7 +16,7 @@ from kvsim.accuracy import log_errors
 from kvsim.coefficients import BOUNDS, FAMILIES, Coefficient
 from kvsim.errors import KvsimError
 from kvsim.fitting import DATE, fit, predictor, quantiles, trusted
-from kvsim.kernels import kernel_family
+from kvsim.kernels import SIBLING_WIDENING, kernel_family
 from kvsim.lending import CACHE_GAIN, CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES, OTHER_UNITS
 from kvsim.measured import Table, device_of, read_table
 
@@ -26,6 +26,8 @@ UNFUSED = {("hopper", "int8_wo")}
 """(family, format) of products of which only a kernel that is no guide to others was measured, so that it answers under
 its own engine's name alone: SGLang 0.5.6's takes 22 us for 1 MB of weights and 92 us for 151 MB on an H100, where fp8
 takes 7 and 66 us with its activations quantized first. By it 4-bit weights would be slower than bf16."""
+SERVED = 100
+"""Rows of whole servers below which a family borrows: 15 of the 24 on a GB200 say 8 to 133 ms for like questions."""
 REALLY_DIFFERENT = 1.1
 """Engine versions part where their common fit's mean error is this many times that of separate fits."""
 
@@ -184,10 +186,35 @@ def regenerate(folder: Path, out: Path) -> dict[str, list[Coefficient]]:
         if family not in measured:
             rows = lent(measured[LENDERS[family]], LENDERS[family], family, spreads)
             everything[family] = CPU(rows) if family == "cpu" else rows
+    engines = served(folder)
     out.mkdir(parents=True, exist_ok=True)
     for family, rows in everything.items():
-        (out / f"{family}.toml").write_text(written(family, rows), encoding="utf-8")
+        (out / f"{family}.toml").write_text(written(family, [*rows, *engines.get(family, [])]), encoding="utf-8")
     return everything
+
+
+def served(folder: Path) -> dict[str, list[Coefficient]]:
+    """What servers add, by family: fitted to tables of whole servers where they have SERVED rows, else borrowed.
+
+    Empty where the folder has no such table. A CPU has none: no server of these was measured on one, nor is like it.
+    """
+    from kvsim.serving_steps import fit_engines, read_steps
+
+    steps = [s for p in sorted(folder.glob("serving*.csv")) for s in read_steps(p)[0]]
+    counts = {f: sum(len(s.measured) for s in steps if s.device.family == f) for f in FAMILIES}
+    own = {f: fit_engines([s for s in steps if s.device.family == f]) for f, n in counts.items() if n >= SERVED}
+    if not own:
+        return {}
+    lender = max(own, key=lambda f: counts[f])
+    loan = [replace(c, rows=0, devices=(), borrowed=lender, log_error=_apart(c.log_error)) for c in own[lender]]
+    return {f: own.get(f, loan) for f in FAMILIES if f != "cpu"}
+
+
+def _apart(log_error: tuple[float, float, float]) -> tuple[float, float, float]:
+    """A server's spread on devices of another family: wider by what kernels' times differ there."""
+    more = SIBLING_WIDENING["cast"]
+    low, _, high = log_error
+    return -((low * low + more * more) ** 0.5), 0.0, (high * high + more * more) ** 0.5
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -159,7 +160,7 @@ def _chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, c
         conversion = known_format(format).conversion
     elif conversion not in RATE_OF_CLASS:
         raise KvsimError(f"unknown conversion {shown(conversion)}; one of {', '.join(RATE_OF_CLASS)}")
-    rows = [c for c in device.coefficients if c.op == op]
+    rows = _rows(device, op)
     if not rows:
         raise KvsimError(f"no {shown(op)} coefficients for device {device.name} (family {device.family})")
     notes = []
@@ -168,7 +169,7 @@ def _chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, c
         best = max(rows, key=lambda c: _score(kernel, c.kernel))
         if _score(kernel, best.kernel):
             family = best.kernel
-        elif any(c.kernel != "*" for c in rows):
+        elif op != "engine" and any(c.kernel != "*" for c in rows):
             notes.append(f"kernel {shown(kernel)} unknown for {device.family}, its default is used")
     row, factor, widen = _row_of(rows, family, format, conversion)
     if row.format not in (format, "*") and (conversion != "none" or format == "fp32"):
@@ -178,8 +179,32 @@ def _chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, c
     elif row.devices and device.name not in row.devices:
         notes.append(f"measured on {', '.join(row.devices)}")
         widen = (widen**2 + SIBLING_WIDENING.get(conversion, 0.26) ** 2) ** 0.5
-    words = "; ".join([f"{device.family} {op} {row.kernel} {row.format}", *notes])
+    words = f"{device.family} {op} {row.kernel} {row.format}" + (f" ({', '.join(notes)})" if notes else "")
     return Choice(row, factor, widen, words)
+
+
+@lru_cache(maxsize=512)
+def _rows(device: HardwareProfile, op: str) -> tuple[Coefficient, ...]:
+    return tuple(c for c in device.coefficients if c.op == op)
+
+
+def engine_choice(device: HardwareProfile, engine: str | None) -> Choice | None:
+    """The coefficients of a serving engine on a device, or of all engines; None where the device knows of none."""
+    return chosen(device, "engine", engine, "bf16") if _rows(device, "engine") else None
+
+
+def tidy(said: Iterable[str]) -> str:
+    """Coefficients of many lines in one: each once, those of one family with the same note together.
+
+    `ada decode vllm/fa2 bf16, matmul * bf16 (borrowed from blackwell-gddr); ...`
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for one in dict.fromkeys(part for text in said for part in text.split("; ") if part):
+        words, _, note = one.partition(" (")
+        family, _, row = words.partition(" ")
+        groups.setdefault((family, note.removesuffix(")")), []).append(row)
+    return "; ".join(f"{family} {', '.join(rows)}" + (f" ({note})" if note else "")
+                     for (family, note), rows in groups.items())
 
 
 NEAREST = {
@@ -192,7 +217,7 @@ NEAREST = {
 """Measured formats whose rate stands in for a conversion class, the nearest first."""
 
 
-def _row_of(rows: list[Coefficient], family: str, format: str, conversion: str) -> tuple[Coefficient, float, float]:
+def _row_of(rows: Sequence[Coefficient], family: str, format: str, conversion: str) -> tuple[Coefficient, float, float]:
     """The row of a kernel for a format, or of the nearest format, with rate factor and widening.
 
     A kernel that knows any converted format answers by analogy with it; for one that knows none, others answer.

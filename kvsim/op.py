@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import numpy as np
 
 from kvsim import cost
 from kvsim.hardware import HardwareProfile
-from kvsim.kernels import kernel_family
+from kvsim.kernels import FORMATS, kernel_family
 
 ANALOGY = 1.2
 """How much further the ends of an interval lie where a format of the same name, but other bits, answers."""
@@ -33,6 +34,9 @@ class Op:
     it, the best first; none: the device's default. held: rows held for each row attended, all of which a kernel that
     cannot gather decodes. copied: bytes that move because rows leave. pieces: stores that are walked one by one.
     only_known: no work elsewhere.
+
+    joint: outputs of the one product in which servers compute this one and others of the same input (queries with keys
+    and values, gate with up), as a multiple of its own; this op is charged its share.
     """
 
     name: str
@@ -58,12 +62,14 @@ class Op:
     copied: Any = 0.0
     pieces: Any = 1
     only_known: bool = False
+    joint: float = 1.0
 
 
-def kernel_work(op: Op, own: bool = True, gathers: bool = False) -> cost.KernelWork:
+def kernel_work(op: Op, own: bool = True, gathers: bool = False, cold: Any = None) -> cost.KernelWork:
     """The op as the cost formula takes it.
 
     own: as the project's runtime does it, one store after another. gathers: its kernel reads attended rows alone.
+    cold: bytes that pass by before the same ones are read again.
     """
     pieces, held = (op.pieces if own else 1), (op.held if own and not gathers else 1.0)
     return cost.KernelWork(
@@ -72,20 +78,21 @@ def kernel_work(op: Op, own: bool = True, gathers: bool = False) -> cost.KernelW
         flops=op.flops * held / pieces,
         blocks=np.maximum(op.blocks / pieces, 1.0),
         rows=op.rows * held,
+        working_set=cold,
         head_dim=op.head_dim,
         q_per_kv=max(op.q_per_kv, 1.0),
         cut=float(op.windowed),
     )
 
 
-def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> list[cost.Seconds]:
+def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None, cold: Any = None) -> list[cost.Seconds]:
     """One op's time, in parts to be added up: keys and values in different formats count half in each.
 
-    family: the attention kernels asked for; None: those that the op can use and the device has measured.
+    family: the attention kernels asked for; None: those that the op can use and the device has measured. cold: bytes
+    that a whole pass moves, between two visits to the same weights and rows; None: the op is repeated by itself.
     """
     if op.kind == "matmul":
-        product = _product if np.ndim(op.m) == np.ndim(op.n) == 0 else _product.__wrapped__
-        return [product(hardware, op.m, op.n, op.k, op.dtype)]
+        return [_matmul(hardware, op, cold)]
     known = _measured_kernels(hardware, op.kind)
     named = [(key, share) for key, share in op.keys if (PART, key) in known]
     if named:
@@ -97,7 +104,7 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None) -> 
         kernel, near = (family, form) if family else _measured(known, op.kernels, form)
         found = kernel_family(kernel)[2] if kernel and op.kernels else ""
         own = found in (EAGER, FUSED)
-        work = kernel_work(op, own, gathers=found != EAGER)
+        work = kernel_work(op, own, gathers=found != EAGER, cold=cold if op.kind == "decode" else None)
         one = cost.kernel_seconds(hardware, op.kind, work, format=near, conversion=how, kernel=kernel)
         one = one if near == form else _by_analogy(one, form, near)
         times.append(_scaled(one, (op.pieces if own else 1) / len(op.formats)))
@@ -124,7 +131,7 @@ def _measured(known: frozenset[tuple[str, str]], kernels: tuple[str, ...], form:
 
 def _by_analogy(one: cost.Seconds, form: str, near: str) -> cost.Seconds:
     low, high = ((spread[0] / ANALOGY, spread[1] * ANALOGY) for spread in (one.spread, one.memory_spread))
-    said = f"{one.coefficients}; {form} by analogy with {near}"
+    said = f"{one.coefficients} ({form} by analogy with {near})"
     return replace(one, spread=low, memory_spread=high, coefficients=said)
 
 
@@ -150,7 +157,45 @@ def _measured_kernels(hardware: HardwareProfile, op: str) -> frozenset[tuple[str
     return frozenset((kernel_family(c.kernel)[2], c.format) for c in hardware.coefficients if c.op == op)
 
 
+def runs_here(hardware: HardwareProfile) -> bool:
+    """Whether a device's coefficients were measured with the project's own runtime: eager models, no server."""
+    return any(family == PART for family, _ in _measured_kernels(hardware, "elementwise"))
+
+
+def _matmul(hardware: HardwareProfile, op: Op, cold: Any) -> cost.Seconds:
+    """A product's share of the one in which a server computes it; of its own where models run as they are written."""
+    wide = 1.0 if op.joint == 1.0 or hardware.kind == "cpu" or runs_here(hardware) else op.joint
+    n = op.n if wide == 1.0 else np.rint(op.n * wide).astype(np.int64)[()]
+    scalar = np.ndim(op.m) == np.ndim(n) == np.ndim(cold) == 0
+    product = _product if scalar else _product.__wrapped__
+    return _scaled(product(hardware, op.m, n, op.k, op.dtype, cold), 1.0 / wide)
+
+
 @lru_cache(maxsize=8192)
-def _product(hardware: HardwareProfile, m: Any, n: Any, k: int, dtype: str) -> cost.Seconds:
+def _product(hardware: HardwareProfile, m: Any, n: Any, k: int, dtype: str, cold: Any) -> cost.Seconds:
     """A matrix product's time; the same ones come with every method of a plan."""
-    return cost.matmul_seconds(hardware, m=m, n=n, k=k, dtype=dtype)
+    return cost.matmul_seconds(hardware, m=m, n=n, k=k, dtype=dtype, working_set=cold)
+
+
+FAR = 8.0
+"""Last-level caches beyond which nothing of a working set is left in one, whatever a coefficient's reach."""
+
+
+def cold_bytes(hardware: HardwareProfile, ops: Sequence[Op]) -> Any:
+    """Bytes that a pass moves from one visit to a layer to the next: weights and rows of all layers; None: no cache.
+
+    What lies beyond every cache counts as FAR caches, one number, so that products of unlike methods stay alike.
+    """
+    cache = float(hardware.last_level_cache_bytes or 0)
+    if not cache:
+        return None
+    moved = sum((op.count * moved_bytes(op) for op in ops if op.kind in ("matmul", "decode")), start=0.0)
+    found = np.minimum(moved, FAR * cache)
+    return float(np.max(found)) if np.ndim(found) == 0 or np.all(found == FAR * cache) else found
+
+
+def moved_bytes(op: Op) -> Any:
+    """What an op reads and writes: of a product its weights, activations and results."""
+    if op.kind != "matmul":
+        return op.bytes
+    return 1.0 * op.n * op.k * (FORMATS[op.dtype].bits / 8.0) + 2.0 * op.m * (1.0 * op.k + op.n)

@@ -14,9 +14,10 @@ from kvsim.errors import KvsimError
 from kvsim.largest import largest
 from kvsim.layout import cross_layout, layer_keys, layer_layout, smallest
 from kvsim.model import ModelSpec
-from kvsim.op import Op, op_seconds
+from kvsim.op import Op, cold_bytes, moved_bytes, op_seconds
 from kvsim.ragged import running_layout
 from kvsim.record import Case, HeldBuffer, Line, Numbers, Record, Timing
+from kvsim.server import engine_seconds
 from kvsim.stages import joined, local_work, split_mlps, stage_model, within
 from kvsim.weights import default_weights, weight_format, weights_bytes
 from kvsim.work import LayerGroup, activation_values, decode_ops, largest_layer, prefill_ops, products, reading
@@ -242,11 +243,16 @@ def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator
     case, work = question.case, question.work
     scale: Any = 1.0 if phase == "decode" else (np.asarray(work.prompt_tokens) > 0) * 1.0
     named: dict[str, list[tuple[Op, cost.Seconds]]] = {}
-    for op in _ops(question, phase):
-        for timed in op_seconds(case.hardware, op, case.kernel):
+    ops = list(_ops(question, phase))
+    cold = cold_bytes(case.hardware, ops)
+    for op in ops:
+        for timed in op_seconds(case.hardware, op, case.kernel, cold):
             named.setdefault(op.name, []).append((op, timed))
     if case.parallel.tensor > 1:
         named["all-reduce"] = _allreduce(question, work.batch * (1 if phase == "decode" else work.prompt_tokens))
+    added = engine_seconds(case.hardware, question.model, case.kernel)
+    if added is not None:
+        named["engine"] = [(Op("engine", "elementwise"), added)]
     for name, pieces in named.items():
         yield _line(phase, name, pieces, scale)
 
@@ -284,12 +290,7 @@ def _line(phase: Literal["prefill", "decode"], name: str, pieces: list[tuple[Op,
 
 
 def _bytes_flops(op: Op) -> tuple[Any, Any]:
-    if op.kind != "matmul":
-        return op.bytes, op.flops
-    from kvsim.kernels import FORMATS
-
-    weight = FORMATS[op.dtype].bits / 8.0
-    return 1.0 * op.n * op.k * weight + 2.0 * op.m * (1.0 * op.k + op.n), 2.0 * op.m * op.n * op.k
+    return moved_bytes(op), 2.0 * op.m * op.n * op.k if op.kind == "matmul" else op.flops
 
 
 def _buffers(question: _Question) -> Iterator[HeldBuffer]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvsim.case import Case, case_json, plain
+from kvsim.kernels import tidy
 from kvsim.workload import Count
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Record:
     @property
     def coefficients(self) -> str:
         """Which calibrated coefficients the times rest on."""
-        return "; ".join(dict.fromkeys(line.coefficients for line in self.lines if line.coefficients))
+        return tidy(line.coefficients for line in self.lines)
 
     @property
     def compression(self) -> Numbers:

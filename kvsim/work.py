@@ -30,10 +30,23 @@ class LayerGroup:
     """What attention reads: the layer's own cache, or for a shared layer that of the layer it shares with."""
 
 
-def matmul_op(matrix: Matrix, tokens: Any, count: int, dtype: str) -> Op:
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
+"""Matrices of one input that servers keep as one (vLLM's and SGLang's qkv_proj, gate_up_proj, fused_qkv_a_proj)."""
+
+
+def joint(layer: Layer, matrix: Matrix) -> float:
+    """Outputs of the product that servers make of a matrix and its neighbours, as a multiple of the matrix's own."""
+    prefix, _, name = matrix.name.rpartition(".")
+    kin = next((names for names in TOGETHER if name in names), ())
+    alike = [m for m in layer.matrices if m.name.rpartition(".")[0] == prefix and m.name.rpartition(".")[2] in kin
+             and (m.in_features, m.active, m.copies) == (matrix.in_features, matrix.active, matrix.copies)]
+    return sum(m.out_features for m in alike) / matrix.out_features if alike else 1.0
+
+
+def matmul_op(matrix: Matrix, tokens: Any, count: int, dtype: str, wide: float = 1.0) -> Op:
     """A weight product for `tokens` tokens; routed experts become one product over the experts that are hit.
 
-    Of E experts with k chosen, `tokens` tokens hit E (1 - (1 - k/E)^tokens) under uniform routing.
+    wide: see `joint`. Of E experts with k chosen, `tokens` tokens hit E (1 - (1 - k/E)^tokens) under uniform routing.
     """
     if not matrix.routed:
         return Op(
@@ -44,13 +57,14 @@ def matmul_op(matrix: Matrix, tokens: Any, count: int, dtype: str) -> Op:
             n=matrix.out_features,
             k=matrix.in_features,
             dtype=dtype,
+            joint=wide,
         )
     share = min(matrix.active / matrix.copies, 1 - 1e-12)
     hit = matrix.copies * -np.expm1(np.asarray(tokens, float) * np.log1p(-share))
     hit = np.maximum(hit, 1.0)
     m = np.maximum(1, np.rint(tokens * matrix.active / hit)).astype(np.int64)[()]
     n = np.maximum(1, np.rint(matrix.out_features * hit)).astype(np.int64)[()]
-    return Op(matrix.name, "matmul", count, m=m, n=n, k=matrix.in_features, dtype=dtype)
+    return Op(matrix.name, "matmul", count, m=m, n=n, k=matrix.in_features, dtype=dtype, joint=wide)
 
 
 def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtype: str) -> Iterator[Op]:
@@ -58,7 +72,7 @@ def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtyp
     for group in groups:
         count = len(group.indices)
         for matrix in group.layer.matrices:
-            yield matmul_op(matrix, tokens, count, dtype)
+            yield matmul_op(matrix, tokens, count, dtype, joint(group.layer, matrix))
         values = 6 * model.hidden_size + sum(m.out_features * m.active for m in group.layer.matrices)
         yield Op(
             SMALL,

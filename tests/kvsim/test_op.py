@@ -7,7 +7,8 @@ import pytest
 
 import kvsim
 from kvsim.coefficients import Coefficient
-from kvsim.op import Op, op_seconds
+from kvsim.op import Op, cold_bytes, op_seconds
+from kvsim.work import joint
 
 PEAK, STREAM = 1e12, 1e10
 DEVICE = replace(kvsim.load_device("epyc-9654"), name="box", units=1, clock_hz=1e9, bandwidth_bytes_per_s=STREAM,
@@ -122,3 +123,36 @@ def test_a_format_without_a_row_is_answered_by_one_of_its_name():
     assert found.high == pytest.approx(151e-6 * np.exp(0.1) * 1.2)
     (other,) = op_seconds(device, replace(READ, formats=(("int3", "unpack"),)))
     assert other.seconds == pytest.approx(111e-6)
+
+
+def test_servers_join_products_of_one_input_and_each_pays_its_share():
+    # q of 4 with k and v of 1 each: n = 6,144 in 10 us + 6144 * 4096 * 2 bytes / 1e10, two thirds of it for q
+    gpu = replace(DEVICE, kind="gpu", own_coefficients=(row("matmul", "*", "bf16", t0_s=1e-5, flops_share=1.3), ANY))
+    op = Op("q_proj", "matmul", m=1, n=4096, k=4096, joint=1.5)
+    whole = op_seconds(gpu, replace(op, n=6144, joint=1.0))[0].seconds
+    assert op_seconds(gpu, op)[0].seconds == pytest.approx(whole / 1.5)
+    # models that run as they are written multiply by each matrix alone
+    alone = op_seconds(gpu, replace(op, joint=1.0))[0].seconds
+    own = replace(gpu, own_coefficients=(*gpu.own_coefficients, row("elementwise", "*/part", "activations")))
+    assert op_seconds(own, op)[0].seconds == op_seconds(replace(gpu, kind="cpu"), op)[0].seconds == alone
+
+
+def test_weights_and_rows_are_cold_once_a_whole_step_goes_by():
+    near = row("decode", "*", "bf16", cache_multiple=4.0)
+    cached = replace(DEVICE, last_level_cache_bytes=10_000_000, own_coefficients=(near, ANY))
+    op = Op("attention", "decode", bytes=1e6, rows=64.0)
+    # 1 MB lies inside 10 MB: four times the bandwidth; but not where 40 MB pass by before the next visit
+    assert op_seconds(cached, op)[0].seconds == pytest.approx(25e-6)
+    assert op_seconds(cached, op, cold=cold_bytes(cached, [replace(op, count=40)]))[0].seconds == pytest.approx(100e-6)
+    assert cold_bytes(DEVICE, [op]) is None
+    # beyond eight caches nothing is left in one: the same number for all
+    assert cold_bytes(cached, [replace(op, count=900)]) == cold_bytes(cached, [replace(op, count=90)]) == 8e7
+
+
+def test_what_servers_join():
+    layer = kvsim.load_model("llama-3.1-8b").layers[0]
+    wide = {m.name: joint(layer, m) for m in layer.matrices}
+    assert wide == {"q_proj": 1.5, "k_proj": 6.0, "v_proj": 6.0, "o_proj": 1.0, "gate_proj": 2.0, "up_proj": 2.0,
+                    "down_proj": 1.0}
+    experts = kvsim.load_model("deepseek-v3").layers[10]
+    assert [joint(experts, m) for m in experts.matrices if "experts" in m.name] == [2.0, 2.0, 1.0] * 2
