@@ -251,6 +251,7 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
     Args:
         dtype: bf16, fp16, fp32, fp8, fp8_block, int8 and nvfp4 (activations quantized inside), or weights only:
             int8_wo, int4_wo (weight bytes fall, arithmetic stays bf16).
+        working_set: bytes that pass by before the same weights are read again; None: the product is repeated.
 
     Raises:
         KvsimError: unknown dtype; a size that is not a whole number >= 1; shapes that do not broadcast.
@@ -263,7 +264,6 @@ def matmul_seconds(device: HardwareProfile, *, m: Count, n: Count, k: Count, dty
 
     def timed(**piece: Any) -> tuple[Real, Parts]:
         return product_time(device, choice.coefficient, dtype=dtype, **piece)
-        working_set: bytes that pass by before the same weights are read again; None: the product is repeated.
 
     return answer(timed, sizes, choice)
 
