@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from kvsim import cli_answers, cli_compare, cli_engines, cli_lists, cli_report, cli_runtime
+from kvsim import cli_adaptive, cli_answers, cli_codesign, cli_compare, cli_engines, cli_lists, cli_report, cli_runtime
 from kvsim.cli_options import WRONG_QUESTION
 from kvsim.errors import KvsimError, did_you_mean, shown
 
@@ -129,6 +129,6 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _module in (cli_answers, cli_engines, cli_compare, cli_report, cli_lists, cli_runtime):
+for _module in (cli_answers, cli_engines, cli_compare, cli_report, cli_lists, cli_runtime, cli_adaptive, cli_codesign):
     for _command in _module.COMMANDS:
         main.add_command(_command)

@@ -84,6 +84,9 @@ _CASE = (
     click.option(
         "--kernel", metavar="FAMILY", help="Attention kernels whose coefficients to use.  [the device's default]"
     ),
+    click.option(
+        "--what-if", metavar="KEY=RATE,..", help="Hardware to add: decompress=4TB/s,mixed=2PFLOP/s,near_memory=.."
+    ),
 )
 _LIMITS = (
     click.option("--max-ttft", type=float, metavar="MS", help="First token within these milliseconds."),
@@ -112,13 +115,19 @@ class Asked:
     kv_dtype: str
     reserve: int | None
     kernel: str | None
+    what_if: str | None = None
 
     def load(self) -> tuple[ModelSpec, HardwareProfile]:
-        """The model and the device; KvsimError where one is unknown."""
+        """The model and the device, with what is to be added to it; KvsimError where one is unknown."""
         from kvsim.configs import load_model
         from kvsim.hardware import load_device
 
-        return load_model(self.model), load_device(self.device)
+        model, device = load_model(self.model), load_device(self.device)
+        if self.what_if is None:
+            return model, device
+        from kvsim.whatif import what_if
+
+        return model, what_if(device, self.what_if)
 
     def case(self, method: str, batch: int, prompt: int, new: int) -> Case:
         """One question for predict."""

@@ -90,8 +90,8 @@ def _smooth_max(terms: Sequence[Real], squarings: int) -> Real:
     return total
 
 
-def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
-                rate_factor: float = 1.0) -> tuple[Real, Parts]:
+def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork, rate_factor: float = 1.0,
+                converts: bool = True) -> tuple[Real, Parts]:
     """Seconds and named terms of one kernel with one set of coefficients.
 
         splits = min(units / blocks, rows / 64, max_splits), 1 or more
@@ -100,7 +100,8 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
            + wave_s * ceil(blocks / units) + split_s * (1 - 256 / rows, 0 or more) + window_s * cut
            + step_s * ceil(rows / 1024) (decode)
 
-    A coefficient's `power` replaces p.
+    A coefficient's `power` replaces p. converts: whether stored values are of another format than the arithmetic's,
+    which is what added hardware of a what-if takes over.
     """
     units = float(device.units or 1)
     per_unit = work.blocks * (1.0 / units)
@@ -112,6 +113,9 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
     memory = _memory(device, c, work.bytes_moved, work.working_set)
     share = _by_head_dim(c.flops_shares, work.head_dim) if c.flops_shares else c.flops_share
     compute = work.flops * idle * (1.0 / (share * unit_of(device, "bf16")))
+    added = device.added if c.op == "decode" else None
+    if added is not None:
+        memory, compute = added.terms(memory, compute, work.flops * idle, work.bytes_moved, converts)
     parts: list[tuple[str, Real]] = [("launch", c.t0_s), ("memory", memory), ("compute", compute)]
     busy = [memory, compute]
     if c.element_rates and device.units and device.clock_hz:
@@ -119,8 +123,11 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork,
         if np.any(work.q_per_kv > c.group_limit):
             elements = elements * np.where(work.q_per_kv > c.group_limit, work.q_per_kv, 1)
         rate = _by_head_dim(c.element_rates, work.head_dim) * (rate_factor * units * device.clock_hz)
-        parts.append(("conversion", elements * idle * (1.0 / rate)))
-        busy.append(parts[-1][1])
+        conversion = elements * idle * (1.0 / rate)
+        if added is not None:
+            conversion = added.conversion(elements, conversion, converts)
+        parts.append(("conversion", conversion))
+        busy.append(conversion)
     parts.append(("waves", c.wave_s * np.ceil(per_unit)))
     parts.append(("combine", c.split_s - c.split_s * COMBINED_ROWS / np.maximum(work.rows, COMBINED_ROWS)))
     seconds = _joined(busy, c.power or (2 if causal else 8)) + (parts[-2][1] + c.t0_s) + parts[-1][1]
@@ -174,11 +181,12 @@ def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format
         KvsimError: unknown op, format or conversion; a quantity that is negative or not finite.
     """
     choice = chosen(device, op, kernel, format, conversion)
+    converts = (conversion or known_format(format).conversion) != "none"
     given = {one.name: getattr(work, one.name) for one in fields(KernelWork)}
     sizes = {name: _quantity(value, name) for name, value in given.items() if value is not None}
 
     def timed(**piece: Any) -> tuple[Real, Parts]:
-        return kernel_time(device, choice.coefficient, KernelWork(**piece), choice.rate_factor)
+        return kernel_time(device, choice.coefficient, KernelWork(**piece), choice.rate_factor, converts)
 
     return answer(timed, sizes, choice)
 
@@ -235,11 +243,13 @@ def attention_seconds(device: HardwareProfile, *, phase: str, batch: Count, toke
     common_shape(sizes)
     if np.any(np.less(sizes["n_heads"], sizes["n_kv_heads"])):
         raise KvsimError(f"n_heads must be n_kv_heads or more, got {shown(n_heads)} and {shown(n_kv_heads)}")
-    bits = known_format(word(format, "format")).bits
+    facts = known_format(word(format, "format"))
+    bits = facts.bits
     choice = chosen(device, phase, kernel, format)
 
     def timed(**piece: Any) -> tuple[Real, Parts]:
-        return kernel_time(device, choice.coefficient, attention_work(phase, bits=bits, **piece), choice.rate_factor)
+        work = attention_work(phase, bits=bits, **piece)
+        return kernel_time(device, choice.coefficient, work, choice.rate_factor, facts.conversion != "none")
 
     return answer(timed, sizes, choice)
 

@@ -16,6 +16,7 @@ from kvsim.hardware_names import resolve
 
 if TYPE_CHECKING:
     from kvsim.coefficients import Coefficient
+    from kvsim.whatif import Added
 
 PACKAGE = "hardware_profiles"
 FALLBACK: dict[str, tuple[str, ...]] = {
@@ -49,6 +50,7 @@ class HardwareProfile:
         sources: where each number comes from, keyed by field name or `peaks.<dtype>`.
         own_coefficients: calibrated coefficients that the file itself carries; see `coefficients`.
         path: the file it was read from.
+        added: hardware that does not exist, asked for by a what-if (kvsim.whatif); None: none.
     """
 
     name: str
@@ -76,6 +78,7 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     own_coefficients: tuple[Coefficient, ...] = field(default=(), hash=False)
     path: str = field(default="", compare=False)
+    added: Added | None = None
 
     def __post_init__(self) -> None:
         needed = {"capacity_bytes": self.capacity_bytes, "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,

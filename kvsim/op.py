@@ -13,6 +13,7 @@ import numpy as np
 from kvsim import cost
 from kvsim.hardware import HardwareProfile
 from kvsim.kernels import FORMATS, kernel_family
+from kvsim.whatif import WRITING, written_faster
 
 ANALOGY = 1.2
 """How much further the ends of an interval lie where a format of the same name, but other bits, answers."""
@@ -93,6 +94,10 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None, col
     """
     if op.kind == "matmul":
         return [_matmul(hardware, op, cold)]
+    added = hardware.added
+    if added is not None and added.compress_bytes_per_s and op.name in WRITING:
+        streamed = cost.kernel_seconds(hardware, "elementwise", cost.KernelWork(op.bytes, blocks=op.blocks))
+        return [replace(streamed, seconds=written_faster(added, streamed.seconds, op.bytes))]
     known = _measured_kernels(hardware, op.kind)
     named = [(key, share) for key, share in op.keys if (PART, key) in known]
     if named:

@@ -14,14 +14,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvsim.errors import KvsimError
 
 Kind = Literal["image", "video", "audio"]
-SIDE, FRAMES, NOTES, BANDS, SOUND = 8, 4, 4, 8, 64
-SEGMENTS: dict[Kind, str] = {"image": "text1-image8x8", "video": "text1-video4x8x8", "audio": "text1-audio64"}
+PATCH, SIDE, FRAMES, BANDS, SOUND = 2, 8, 4, 8, 64
+"""Pixels of a patch's side, pixels of a digit's, frames of a film; bands and frames of a sound."""
+GRID = SIDE // PATCH
+SEGMENTS: dict[Kind, str] = {"image": "text1-image8x8", "video": "text1-video4x4x4", "audio": "text1-audio64"}
 """What the prompts consist of: a start token, then patches or frames; questions come as later tokens."""
 DIGITS, ASKED, START, VOCABULARY = 10, 18, 22, 24
-"""Answers are tokens 0-9 (digits) and 10-17 (notes); questions 18-21 (the first, second ... frame or note)."""
+"""Answers are tokens 0-9 (digits) and 10-17 (notes); questions 18-21 (which quarter, frame or note)."""
+QUESTIONS = 4
 TRAINED = 1297
 """Of the 1,797 digits, those that are trained on; the others are held out."""
-HIDDEN, LAYERS, HEADS, KV_HEADS = 128, 3, 4, 2
+HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 3, 4, 2
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,10 @@ class Senses(nn.Module):
             max_position_embeddings=512, tie_word_embeddings=False, use_cache=True,
         )  # fmt: skip
         self.decoder = LlamaForCausalLM(config)
-        self.pixel, self.tone = nn.Linear(1, HIDDEN), nn.Linear(BANDS, HIDDEN)
-        self.row, self.column, self.frame = (nn.Embedding(n, HIDDEN) for n in (SIDE, SIDE, FRAMES))
+        self.pixel, self.tone = nn.Linear(PATCH**2, HIDDEN), nn.Linear(BANDS, HIDDEN)
+        self.row, self.column, self.frame = (nn.Embedding(n, HIDDEN) for n in (2 * GRID, 2 * GRID, FRAMES))
+        for table in (self.row, self.column, self.frame):
+            nn.init.normal_(table.weight, std=0.3)
 
     def embedded(self, asked: Asked) -> Tensor:
         """The prompt [B, 1 + n, hidden]."""
@@ -57,8 +62,9 @@ class Senses(nn.Module):
         start = words(torch.full((len(asked.content), 1), START))
         if asked.kind == "audio":
             return torch.cat([start, self.tone(asked.content)], 1)
+        side = 2 * GRID if asked.kind == "image" else GRID
         at = torch.arange(asked.content.shape[1])
-        place = self.row(at // SIDE % SIDE) + self.column(at % SIDE) + self.frame(at // SIDE**2)
+        place = self.row(at // side % side) + self.column(at % side) + self.frame(at // side**2)
         return torch.cat([start, self.pixel(asked.content) + place], 1)
 
     def words(self, tokens: Tensor) -> Tensor:
@@ -101,16 +107,16 @@ class Examples:
         return torch.randn(shape, generator=self.generator)
 
     def draw(self, kind: Kind, count: int) -> Asked:
-        """A batch of one kind."""
-        if kind == "image":
-            found, labels = self._pick(count)
-            return Asked(kind, found.reshape(count, -1, 1), torch.full((count, 1), ASKED), labels[:, None])
-        order = torch.rand((count, FRAMES), generator=self.generator).argsort(1)
-        if kind == "audio":
-            content, answers = self._tones(count)
-        else:
-            content, answers = self._films(count)
+        """A batch of one kind, all four questions in an order of their own."""
+        order = torch.rand((count, QUESTIONS), generator=self.generator).argsort(1)
+        content, answers = {"image": self._pages, "video": self._films, "audio": self._tones}[kind](count)
         return Asked(kind, content, ASKED + order, answers.gather(1, order))
+
+    def _pages(self, count: int) -> tuple[Tensor, Tensor]:
+        """Four digits on a page of two by two."""
+        digits, labels = self._pick(4 * count)
+        pages = digits.reshape(count, 2, 2, SIDE, SIDE).permute(0, 1, 3, 2, 4).reshape(count, 1, 2 * SIDE, 2 * SIDE)
+        return patches(pages), labels.reshape(count, 4)
 
     def _films(self, count: int) -> tuple[Tensor, Tensor]:
         """Four noisy frames: one digit up to a cut, which may never come, then another."""
@@ -118,20 +124,26 @@ class Examples:
         cut = torch.randint(1, FRAMES + 1, (count, 1), generator=self.generator)
         late = torch.arange(FRAMES)[None] >= cut
         frames = torch.where(late[..., None, None], b[:, None], a[:, None])
-        frames = frames + 0.1 * self._noise(*frames.shape)
-        return frames.reshape(count, -1, 1), torch.where(late, two[:, None], one[:, None])
+        return patches(frames + 0.1 * self._noise(*frames.shape)), torch.where(late, two[:, None], one[:, None])
 
     def _tones(self, count: int) -> tuple[Tensor, Tensor]:
         """Four tones of different lengths in noise: energies of 8 bands in 64 frames."""
-        notes = torch.randint(BANDS, (count, NOTES), generator=self.generator)
-        share = torch.rand((count, NOTES), generator=self.generator) + 0.5
+        notes = torch.randint(BANDS, (count, QUESTIONS), generator=self.generator)
+        share = torch.rand((count, QUESTIONS), generator=self.generator) + 0.5
         ends = (share.cumsum(1) / share.sum(1, keepdim=True) * SOUND).round()
-        which = (torch.arange(SOUND)[None, :, None] >= ends[:, None]).sum(2).clamp(max=NOTES - 1)
+        which = (torch.arange(SOUND)[None, :, None] >= ends[:, None]).sum(2).clamp(max=QUESTIONS - 1)
         frames = functional.one_hot(notes.gather(1, which), BANDS) + 0.4 * self._noise(count, SOUND, BANDS)
         return frames, DIGITS + notes
 
 
-SIZES: dict[Kind, int] = {"image": 48, "audio": 32, "video": 12}
+def patches(frames: Tensor) -> Tensor:
+    """Frames [B, f, h, w] as patches [B, f * h/2 * w/2, 4], each frame row by row, pixels from -1 to 1."""
+    batch, count, height, width = frames.shape
+    cut = frames.reshape(batch, count, height // PATCH, PATCH, width // PATCH, PATCH).permute(0, 1, 2, 4, 3, 5)
+    return 2 * cut.reshape(batch, -1, PATCH**2) - 1
+
+
+BATCH = 32
 TURNS: tuple[Kind, ...] = ("image", "video", "image", "audio")
 
 
@@ -142,7 +154,7 @@ def trained(steps: int, seed: int = 0, report: int = 0) -> Senses:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.02, betas=(0.9, 0.98))
     plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 2), pct_start=0.1)
     for step in range(steps):
-        asked = examples.draw(TURNS[step % len(TURNS)], SIZES[TURNS[step % len(TURNS)]])
+        asked = examples.draw(TURNS[step % len(TURNS)], BATCH)
         logits = model(asked)
         loss = functional.cross_entropy(logits.flatten(0, 1), asked.answers.flatten())
         optimizer.zero_grad()
