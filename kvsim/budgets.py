@@ -118,6 +118,16 @@ class Windowed(Scored):
     kernel: int
     sinks: int
 
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        """Whether the score sums the weights of all queries."""
+        return self.ranking.needs_weights
+
+    @property
+    def per_head(self) -> bool:  # type: ignore[override]
+        """Whether KV heads choose differently."""
+        return self.ranking.by_head
+
     def check(self) -> None:
         """Protected rows fit a budget in rows; the kernel has a middle."""
         check_protected(self.name, self.budget, window=self.window, sinks=self.sinks)

@@ -217,8 +217,3 @@ _ALL = (
 
 SCORES: Mapping[str, Score] = MappingProxyType({s.name: s for s in _ALL})
 """Every importance score by name."""
-
-PROMPT_SCORES = (
-    "window", "expected", "knorm", "keydiff", "online_average", "perturbation", "mutual_information", "random",
-)
-"""Scores that a prompt policy with an observation window takes: none needs written weights or gradients."""

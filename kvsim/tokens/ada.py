@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from kvsim.budgets import Windowed, larger, prompt_rows, smaller
 from kvsim.parts import Budget, Buffer, Place, Rows, Work, budget_rows, setting
-from kvsim.scores import PROMPT_SCORES
+from kvsim.scores import SCORES
 from kvsim.workload import Count
 
 
@@ -26,13 +26,14 @@ class Ada(Windowed):
     survey: ClassVar[str] = "4.2.1, 7.1"
     drops: ClassVar[Literal["none", "prefill", "rows", "pages"]] = "prefill"
     ragged: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
 
     budget: Budget = setting(0.25, always=True, what="rows of the prompt kept on average over heads")
     floor: float = setting(0.2, low=0.0, high=1.0, what="share of the even budget that every head keeps")
     window: int = setting(32, low=1, high=4096, what="last queries of the prompt, whose rows stay")
     kernel: int = setting(5, low=1, high=1023, what="neighbours over which scores are averaged, odd")
     sinks: int = setting(0, low=0, what="first rows inside the budget")
-    score: str = setting("window", choices=PROMPT_SCORES, what="the importance that ranks the other rows")
+    score: str = setting("window", choices=tuple(SCORES), what="the importance that ranks the other rows")
 
     def kept(self, prompt: Count) -> Any:
         """Mean rows a head: the layer keeps heads times as many."""
@@ -54,8 +55,8 @@ class Ada(Windowed):
         return Rows(found.prompt, found.stored, found.attended, text)
 
     def buffers(self, rows: Rows, seen: Count, place: Place) -> tuple[Buffer, ...]:
-        """Heads of different lengths lie one after the other: an int32 count for each."""
-        return (Buffer("head_rows", place.heads, 1, 1, 32, 0),)
+        """Heads of different lengths lie one after the other: an int32 count for each; and what the score holds."""
+        return (Buffer("head_rows", place.heads, 1, 1, 32, 0), *super().buffers(rows, seen, place))
 
     def prompt_work(self, prompt: Count, place: Place) -> Work:
         """As SnapKV, and a second selection over all heads."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from kvsim.budgets import Windowed, half_even, prompt_rows, smaller
 from kvsim.parts import Budget, Place, Rows, setting
-from kvsim.scores import PROMPT_SCORES
+from kvsim.scores import SCORES
 from kvsim.workload import Count
 
 
@@ -35,7 +35,7 @@ class Pyramid(Windowed):
     window: int = setting(32, low=1, high=4096, what="last queries of the prompt, whose rows stay")
     kernel: int = setting(5, low=1, high=1023, what="neighbours over which scores are averaged, odd")
     sinks: int = setting(0, low=0, what="first rows inside the budget")
-    score: str = setting("window", choices=PROMPT_SCORES, what="the importance that ranks the other rows")
+    score: str = setting("window", choices=tuple(SCORES), what="the importance that ranks the other rows")
 
     def kept(self, prompt: Count, layer: int, n_layers: int) -> Any:
         """Rows of the prompt that `layer` of `n_layers` keeps (the rule above, everything times beta)."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from kvsim.budgets import Windowed, prompt_rows
 from kvsim.parts import Budget, Place, Rows, setting
-from kvsim.scores import PROMPT_SCORES
+from kvsim.scores import SCORES
 from kvsim.workload import Count
 
 
@@ -29,7 +29,7 @@ class SnapKV(Windowed):
     window: int = setting(32, low=1, high=4096, what="last queries of the prompt, whose rows stay")
     kernel: int = setting(5, low=1, high=1023, what="neighbours over which scores are averaged, odd")
     sinks: int = setting(0, low=0, what="first rows inside the budget")
-    score: str = setting("window", choices=PROMPT_SCORES, what="the importance that ranks the other rows")
+    score: str = setting("window", choices=tuple(SCORES), what="the importance that ranks the other rows")
 
     def rows(self, prompt: Count, new: Count, place: Place) -> Rows:
         """The kept prompt and every later row."""

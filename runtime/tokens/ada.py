@@ -25,7 +25,7 @@ class AdaTwin(Smoothed):
             return None
         floor, _ = self.part.head_range(total, heads)
         newest, oldest = self.part.protected(even)
-        ranking = secured(self.prompt_ranking(prompt), newest, oldest)
+        ranking = secured(self.prompt_ranking(prompt).expand(batch, heads, total), newest, oldest)
         ranking = ranking.scatter(2, best(ranking, int(floor)), ALWAYS)
         chosen = best(ranking.flatten(1), heads * even)
         mask = torch.zeros((batch, heads * total), dtype=torch.bool, device=ranking.device)

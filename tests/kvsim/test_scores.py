@@ -5,7 +5,7 @@ import pytest
 
 from kvsim import parse_method
 from kvsim.parts import Place, Work
-from kvsim.scores import PROMPT_SCORES, SCORES
+from kvsim.scores import SCORES
 
 # 2 KV heads of 8 values, 4 query heads, 16-bit values
 PLACE = Place("k", heads=2, width=8, n_heads=4, value_bits=16)
@@ -32,9 +32,16 @@ def test_every_score_ranks_a_prompt(name):
         assert parse_method(f"topk(score={name},when=running)").tokens.rows(1000, 1, PLACE).stored == 251
 
 
-def test_prompt_scores_keep_fused_attention():
-    for name in PROMPT_SCORES:
-        assert not {"weights", "gradients", "calibration"} & set(SCORES[name].needs)
+@pytest.mark.parametrize("policy", ["snapkv", "pyramid", "ada"])
+@pytest.mark.parametrize("name", SCORES)
+def test_every_budgeted_policy_takes_every_score(policy, name):
+    part = parse_method(f"{policy}(budget=0.25,score={name})").tokens
+    # the score changes which rows stay and what that takes, never how many
+    assert part.rows(1000, 8, PLACE) == parse_method(f"{policy}(budget=0.25)").tokens.rows(1000, 8, PLACE)
+    assert part.needs_weights == ("weights" in SCORES[name].needs)  # which fused attention does not write
+    nets = [b for b in part.buffers(part.rows(1000, 8, PLACE), 1008, PLACE) if b.name == "estimator"]
+    # 2 heads, 32 hidden units of 8 inputs, a bias and an output weight in fp16
+    assert [b.bytes for b in nets] == ([2 * 32 * 10 * 2] if name == "auxiliary" else [])
 
 
 def test_key_scores_by_hand():
