@@ -77,7 +77,7 @@ def adapt_lines(found: Mapping[str, Any]) -> list[str]:
            + ", ".join(f"{k} {v:.2g}" for k, v in found["class_weights"].items())]
     for limit in ("rows", "bits"):
         own = [r for r in found["rows"] if r["level"] == limit]
-        out += ["", {"rows": "a quarter of the rows, in full precision", "bits": "about 5 bits a value"}[limit]]
+        out += ["", {"rows": "a quarter of the rows, in full precision", "bits": "about 4 bits a value"}[limit]]
         out += table(ADAPTED, adapted(own))
     control = found["controller"]
     out += ["", f"the controller, fitted on {control['fitted_on']} requests, run on {control['run_on']} others, at the "

@@ -25,19 +25,20 @@ from runtime.quality_subjects import Subject, Text
 from runtime.requests import Request, class_weights, outcome, retrievals, texts, told
 from runtime.shipped import finish, labelled
 
-FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=knorm)", "topk(budget=0.25,score=mutual_information)",
-              "window(sinks=4,recent=128)")
+FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=expected,recent=0)",
+              "topk(budget=0.25,score=mutual_information)", "topk(budget=0.25,score=random)")
 """Fixed methods at a quarter of the rows; the first one's bytes are the limit of those that adapt."""
-FIXED_BITS = ("int(bits=4,group=32)", "rotated(bits=4)", "snapkv(budget=0.5) | int(bits=8)")
-"""Fixed methods at about 5 bits a value; the first one's bytes are the limit."""
+FIXED_BITS = ("rotated(bits=4)", "int(bits=3,group=32)", "snapkv(budget=0.5) | rotated(bits=8)")
+"""Fixed methods at about 4 bits a value; the first one's bytes are the limit."""
 WIDTHS = (2, 3, 4, 5, 6, 8)
-GROUP = 32
+FORMAT = "rotated(bits={bits})"
+"""What classes are written in: the best of the fixed formats at these bytes."""
 SINKS = 4
 """First tokens, which are a portion of their own and stay in full precision where classes have bits."""
 HOT = 0.25
 """Share of the tokens that count as used most."""
-POOL = ("int(bits=8)", "int(bits=5,group=32)", "int(bits=4,group=32)", "int(bits=3,group=32)",
-        "snapkv(budget=0.5) | int(bits=8)", "snapkv(budget=0.25) | int(bits=8)")
+POOL = ("rotated(bits=6)", "rotated(bits=5)", "rotated(bits=4)", "rotated(bits=3)",
+        "snapkv(budget=0.5) | rotated(bits=5)", "snapkv(budget=0.25) | rotated(bits=6)")
 """What the controller chooses from."""
 
 
@@ -53,8 +54,6 @@ class Adapted:
 def fixed_bytes(spec: ModelSpec, method: str, request: Request) -> int:
     """Bytes that a fixed method holds at the request's end, as predicted: one portion of everything."""
     parsed = parse_method(method)
-    if parsed.tokens.name == "window":
-        raise KvsimError("adapt: rows that leave by position are predicted by `kvsim predict`")
     rest = Method(k=parsed.k, v=parsed.v)
     return Portions((("*", parsed), (LATER, rest))).cache_bytes(spec, [["all"] * request.prompt], request.new, "fp32")
 
@@ -76,17 +75,24 @@ def bits_by(spec: ModelSpec, request: Request, labels: list[str], weigh: Mapping
     groups = [n for n in dict.fromkeys(labels) if n != "sink"]
 
     def made(widths: Sequence[int], later: int) -> Portions:
-        own = [f"{n} = int(bits={b},group={GROUP})" for n, b in zip(groups, widths, strict=True)]
-        return parse_portions(" // ".join(["sink = full", *own, f"{LATER} = int(bits={later},group={GROUP})"]))
+        own = [f"{n} = {FORMAT.format(bits=b)}" for n, b in zip(groups, widths, strict=True)]
+        return parse_portions(" // ".join(["sink = full", *own, f"{LATER} = {FORMAT.format(bits=later)}"]))
+
+    def held(portions: Portions) -> int:
+        return portions.cache_bytes(spec, [labels], request.new, "fp32")
 
     counts = np.array([labels.count(n) for n in groups])
-    row = {b: made([b] * len(groups), b).cache_bytes(spec, [["x"]], 1, "fp32") for b in WIDTHS}
-    each = {b: parse_portions(f"* = int(bits={b},group={GROUP})").cache_bytes(spec, [["x"]], 0, "fp32") for b in row}
-    fixed = made([4] * len(groups), 4).cache_bytes(spec, [labels], request.new, "fp32") - int(counts.sum()) * each[4]
-    losses = [[int(c) * weigh.get(n, 1.0) * 4.0**-b for b in WIDTHS] for n, c in zip(groups, counts, strict=True)]
-    costs = [[int(c) * each[b] for b in WIDTHS] for c in counts]
-    found = within(np.array(losses), np.array(costs), limit - fixed)
-    return Adapted(name, made([WIDTHS[i] for i in found.choice], 4), labels)
+    alone = [parse_portions(f"* = {FORMAT.format(bits=b)}") for b in WIDTHS]
+    each = [p.cache_bytes(spec, [["x", "x"]], 0, "fp32") - p.cache_bytes(spec, [["x"]], 0, "fp32") for p in alone]
+    losses = np.array([[c * weigh.get(n, 1.0) * 4.0**-b for b in WIDTHS] for n, c in zip(groups, counts, strict=True)])
+    costs = counts[:, None] * np.array(each)
+    room = limit - (held(made([4] * len(groups), 4)) - int(counts.sum()) * each[WIDTHS.index(4)])
+    while True:
+        portions = made([WIDTHS[i] for i in within(losses, costs, room).choice], 4)
+        over = held(portions) - limit  # codebooks of the widths that were chosen
+        if over <= 0:
+            return Adapted(name, portions, labels)
+        room -= over
 
 
 def hot_or_cold(request: Request) -> list[str]:
