@@ -257,7 +257,7 @@ def test_validate_against_a_file_needs_no_torch(tmp_path):
     assert "median over groups" in run("validate", "--against", table).stdout
 
 
-@pytest.mark.parametrize("command", ["calibrate", "measure", "quality", "validate"])
+@pytest.mark.parametrize("command", ["calibrate", "measure", "quality", "train", "validate"])
 def test_commands_of_the_runtime_say_in_one_line_what_they_need(command, monkeypatch):
     import kvsim.cli_runtime
 
