@@ -141,8 +141,8 @@ def lines(found: list[Result]) -> list[str]:
 
 
 @click.command()
-@click.option("--weights", type=click.Path(path_type=Path), help="Trained before, or where to keep what is trained.")
-@click.option("--steps", default=2400, help="Training steps where there are no weights yet (4 minutes on one core).")
+@click.option("--weights", type=click.Path(path_type=Path), help="Trained before, or where to keep it.")
+@click.option("--steps", default=2000, help="Training steps where there are no weights yet (2 minutes on one core).")
 @click.option("--prompts", default=PROMPTS, help="Held-out prompts of each kind.")
 @click.option("--seed", default=0, help="Of weights and training; prompts are drawn with the next.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
@@ -152,7 +152,7 @@ def main(weights: Path | None, steps: int, prompts: int, seed: int, out: Path | 
     if weights is not None and weights.exists():
         model = loaded(weights)
     else:
-        model = trained(steps, seed, report=200)
+        model = trained(steps, seed, 200, None if weights is None else weights.with_suffix(".run"))
         if weights is not None:
             saved(model, weights)
     found = compared(model, prompts, seed + 1)

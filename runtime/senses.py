@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -143,17 +144,25 @@ def patches(frames: Tensor) -> Tensor:
     return 2 * cut.reshape(batch, -1, PATCH**2) - 1
 
 
-BATCH = 32
+BATCH = 16
 TURNS: tuple[Kind, ...] = ("image", "video", "image", "audio")
+PAUSE = 100
+"""Steps after which a run that may be interrupted is kept."""
 
 
-def trained(steps: int, seed: int = 0, report: int = 0) -> Senses:
-    """Train from nothing: AdamW, a cosine from 2e-3, kinds in turn; the same seed gives the same weights."""
+def trained(steps: int, seed: int = 0, report: int = 0, keep: Path | None = None) -> Senses:
+    """Train from nothing: AdamW, a cosine from 2e-3, kinds in turn; the same seed gives the same weights.
+
+    keep: a file to which the run is written every PAUSE steps, and from which it goes on, to the same weights. Raises
+    KvsimError where that file is of another run.
+    """
     torch.manual_seed(seed)
     model, examples = Senses(), Examples(held_out=False, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.02, betas=(0.9, 0.98))
     plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 2), pct_start=0.1)
-    for step in range(steps):
+    run = {"steps": steps, "seed": seed}
+    first = _resumed(keep, run, (model, optimizer, plan), examples) if keep is not None and keep.exists() else 0
+    for step in range(first, steps):
         asked = examples.draw(TURNS[step % len(TURNS)], BATCH)
         logits = model(asked)
         loss = functional.cross_entropy(logits.flatten(0, 1), asked.answers.flatten())
@@ -165,7 +174,24 @@ def trained(steps: int, seed: int = 0, report: int = 0) -> Senses:
         if report and step % report < len(TURNS):
             right = (logits.argmax(-1) == asked.answers).float().mean()
             print(f"{step}: {asked.kind} loss {loss.item():.3f}, right {right.item():.2f}", flush=True)
+        if keep is not None and (step + 1) % PAUSE == 0:
+            parts = [x.state_dict() for x in (model, optimizer, plan)]
+            torch.save({**run, "done": step + 1, "parts": parts, "drawn": examples.generator.get_state()}, keep)
     return model.eval()
+
+
+def _resumed(keep: Path, run: dict[str, int], parts: tuple[Any, ...], examples: Examples) -> int:
+    """Put a kept run back in place and tell how many of its steps are done."""
+    try:
+        held = torch.load(keep, weights_only=True)
+        if {name: held[name] for name in run} != run:
+            raise KvsimError(f"{keep} keeps a run of {held['steps']} steps with seed {held['seed']}; ask for that one")
+        for part, state in zip(parts, held["parts"], strict=True):
+            part.load_state_dict(state)
+        examples.generator.set_state(held["drawn"])
+        return int(held["done"])
+    except (OSError, RuntimeError, KeyError, TypeError, UnpicklingError) as error:
+        raise KvsimError(f"{keep} keeps no run of this model: {str(error).splitlines()[0]}") from None
 
 
 def saved(model: Senses, path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import kvsim
 from kvsim.errors import KvsimError
+from kvsim.evidence import shipped
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "runtime/survey.md").read_text("utf-8")
@@ -29,7 +30,7 @@ def test_methods_parse_and_commands_are_known():
     assert len(named) > 25
     for text in named:
         if text != "code":
-            assert kvsim.parse_method(text)
+            assert kvsim.parse_method(text.replace("\\|", "|"))
     with pytest.raises(KvsimError):
         kvsim.parse_method("not-a-method")
 
@@ -60,6 +61,36 @@ def test_every_section_with_a_method_has_its_line():
         "7.6",
     ):
         assert f"| {section} |" in PAGE
+
+
+def part_of(title):
+    return PAGE.split(f"## {title}")[1].split("\n## ")[0]
+
+
+def test_every_section_of_the_survey_has_its_line():
+    numbers = ("1.1 1.2 1.3 2 2.1 2.2 2.3 3.1 3.1.1 3.1.2 3.2 3.2.1 3.2.2 3.3 3.3.1 3.3.2 3.4 3.5 4.1 4.1.1 4.1.2 4.2 "
+               "4.2.1 4.2.2 4.2.3 4.3 4.3.1 4.3.2 4.4 4.5 5.1 5.2 5.2.1 5.3 5.3.1 5.3.2 5.4 5.5 5.6 6 6.1 6.2 6.3 7.4 "
+               "7.5 7.6 8")  # fmt: skip
+    table = part_of("Sections and code")
+    assert [n for n in numbers.split() if f"| {n} |" not in table] == []
+
+
+def test_every_formula_has_its_test():
+    rows = [line for line in part_of("Formulas").splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 21
+    assert all(re.search(r"`test_\w+`", row) and re.search(r"`(kvsim|runtime)/[\w/]+\.py`", row) for row in rows)
+
+
+def test_measured_figures_are_those_of_the_evidence():
+    evidence = {str(kvsim.parse_method(row.method)): row for row in shipped() if row.model == "smollm2-135m"}
+    rows = re.findall(r"\| `(.+)` \| ([\d.]+) \| ([\d.]+) \|", part_of("What was measured"))
+    assert len(rows) >= 30
+    for method, bits, kl in rows:
+        found = evidence[str(kvsim.parse_method(method.replace("\\|", "|")))]
+        assert float(bits) == pytest.approx(found.bits, abs=0.4)
+        # measured anew on other pieces, a figure may move within its interval
+        near = abs(float(kl) - found.kl) <= 0.5 * found.kl + 1e-5
+        assert near or found.kl_low <= float(kl) <= found.kl_high, (method, kl, found.kl)
 
 
 CLASSES = ("GroupInt8Quantizer", "KVCacheQuantizer", "H2OKVCache", "StreamingAttention", "LowRankProjection",

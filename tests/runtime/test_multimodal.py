@@ -132,6 +132,20 @@ def test_training_is_the_same_under_a_seed_and_other_files_are_refused(tmp_path)
     senses.saved(one, tmp_path / "a.safetensors")
     again = senses.loaded(tmp_path / "a.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    keep = tmp_path / "run"
+    pause, senses.PAUSE = senses.PAUSE, 3
+    try:
+        senses.trained(4, seed=5, keep=keep)  # kept after its third step: one is left to do
+        assert torch.load(keep, weights_only=True)["done"] == 3
+        again = senses.trained(4, seed=5, keep=keep)
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+        with pytest.raises(KvsimError, match="4 steps with seed 5"):
+            senses.trained(4, seed=6, keep=keep)
+    finally:
+        senses.PAUSE = pause
+    keep.write_bytes(b"no run")
+    with pytest.raises(KvsimError, match="keeps no run"):
+        senses.trained(4, seed=5, keep=keep)
     (tmp_path / "b.safetensors").write_bytes(b"not weights")
     with pytest.raises(KvsimError, match="does not hold"):
         senses.loaded(tmp_path / "b.safetensors")
