@@ -147,6 +147,27 @@ def test_shipped_results_say_where_they_come_from_and_print(name):
     json.dumps(found, allow_nan=False)
 
 
+def test_commands_show_results_and_hand_measuring_over(monkeypatch):
+    from click.testing import CliRunner
+
+    import kvsim.cli_adaptive
+    from kvsim.cli import main
+
+    calls = []
+    monkeypatch.setattr(kvsim.cli_adaptive, "hand_over", lambda name, args: calls.append((name, args)))
+    for name in TABLES:
+        shown = CliRunner().invoke(main, [name])
+        assert shown.exit_code == 0
+        assert shown.output == "\n".join(lines(shipped(name))) + "\n"
+        assert json.loads(CliRunner().invoke(main, [name, "--json"]).output) == shipped(name)
+        CliRunner().invoke(main, [name, "--measure", "--json", "--seed", "3"])
+        CliRunner().invoke(main, [name, "--measure", "--help"])
+        assert calls[-2:] == [(name, ["--json", "--seed", "3"]), (name, ["--help"])]
+        wrong = CliRunner().invoke(main, [name, "--seed", "3"])
+        assert wrong.exit_code == 2
+        assert "--seed is an option of measuring" in wrong.output
+
+
 def test_shipped_bytes_were_held_as_predicted():
     assert all(r["cache_bytes"] == r["held_bytes"] for r in shipped("importance")["rows"])
     assert all(r["bytes"] == r["predicted"] for r in shipped("ranks")["rows"])
