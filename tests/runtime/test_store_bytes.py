@@ -52,9 +52,16 @@ def test_parts_alone(text, tokens):
     check(text, Shape(), [tokens], [1, 5, 1, 17])
 
 
-@pytest.mark.parametrize("text", written(pairs()))
-def test_pairs(text):
-    check(text, Shape(), [21], [1, 2, 8, 1])
+LENGTHS = (21, 0, 1, 7, 8, 9, 15, 16, 17, 33, 65)
+"""Of these each pair gets one; their number shares no factor with the variants', so that every part meets them all."""
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "batch"),
+    [(text, LENGTHS[i % len(LENGTHS)], 1 + 2 * (i % 2)) for i, text in enumerate(written(pairs()))],
+)
+def test_pairs(text, tokens, batch):
+    check(text, Shape(), [tokens], [1, 2, 8, 1, 9], batch=batch)
 
 
 @pytest.mark.parametrize("text", singles())
