@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsim.errors import KvsimError
 from kvsim.evidence import stored_bits
+from kvsim.formats.int import Int
 from kvsim.layout import layer_layout
 from kvsim.method import Chain, Method, parse_method
 from kvsim.model import ModelSpec
@@ -23,10 +24,11 @@ from runtime.quality_reference import reference
 from runtime.quality_run import interval, learns, machine, rounded, versions
 from runtime.quality_scoring import Scores, score
 from runtime.quality_subjects import Subject, Text
-from runtime.training import PIECES, Training
+from runtime.training import PIECES, Recipe, Training
 from runtime.training_file import calibration
-from runtime.training_gates import whole_rank
+from runtime.training_gates import Key, whole_rank
 
+CHOSEN, TRAINED = "its ranks and bits, untrained", "trained"
 HELD, PROMPT, SCORED = 8, 1024, 128
 """Segments of the text that training never sees, tokens of their prompts, and tokens that are scored."""
 
@@ -87,17 +89,24 @@ def rivals(training: Training, held: Held) -> list[Rival]:
     plain = _largest("rotated(bits={})", 8, limit, held, spec)
     if plain is not None:
         found.append(Rival("no basis", plain))
-    same = Training(training.model, training.pieces, replace(training.recipe, gates=0, steps=0))
-    same.begin(training.chains)
-    found.append(Rival("its ranks and bits, untrained", same.method, calibration(same)))
+    if any(isinstance(p, Int) for p in base.parts()):
+        same = {k: getattr(training.layer(k[0]), k[1]) for k in training.sides()}
+        found.append(_untrained("uniform, turned for rounding", training, same))
+    found.append(_untrained(CHOSEN, training, training.chains))
     if training.recipe.policy:
-        back = Training(training.model, training.pieces, replace(training.recipe, gates=0, steps=0,
-                                                                  policy=training.recipe.policy[::-1]))
-        back.begin()
-        found.append(Rival("the policy upside down, untrained", back.method, calibration(back)))
+        recipe = replace(training.recipe, policy=training.recipe.policy[::-1])
+        found.append(_untrained("the policy upside down, untrained", training, None, recipe))
     if training.step:
-        found.append(Rival("trained", training.method, calibration(training)))
+        found.append(Rival(TRAINED, training.method, calibration(training)))
     return found
+
+
+def _untrained(name: str, training: Training, chains: dict[Key, Chain] | None, recipe: Recipe | None = None) -> Rival:
+    """SVD factors of these ranks, turned where they are rounded: where training of such ranks and bits starts."""
+    start = replace(recipe or training.recipe, gates=0, steps=0)
+    other = Training(training.model, training.pieces, start)
+    other.begin(chains)
+    return Rival(name, other.method, calibration(other))
 
 
 def _whole(training: Training) -> int:
@@ -180,11 +189,13 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for r in found["rows"]:
         between = f"{r['kl_low']:.3g} - {r['kl_high']:.3g}"
         yield f"{r['name']:34} {r['bits']:5.2f} {r['kl']:8.4f} {between:>17} {r['top1']:6.3f} {r['ppl_ratio']:6.3f}"
-    last = found["rows"][-1]
-    for r in found["rows"][:-1]:
-        ratio = r["kl"] / max(last["kl"], 1e-12)
-        verdict = f"loses {ratio:.2f} times less" if ratio >= 1 else f"loses {1 / ratio:.2f} times MORE"
-        yield f"{last['name']} {verdict} than {r['name']} ({r['method'][:70]})"
+    names = [r["name"] for r in found["rows"]]
+    mine = found["rows"][names.index(TRAINED if TRAINED in names else CHOSEN)]
+    for r in found["rows"]:
+        if r is not mine:
+            ratio = r["kl"] / max(mine["kl"], 1e-12)
+            verdict = f"loses {ratio:.2f} times less" if ratio >= 1 else f"loses {1 / ratio:.2f} times MORE"
+            yield f"{mine['name']} {verdict} than {r['name']} ({r['method'][:70]})"
     same = "exactly" if found["predicted_bytes"] == found["held_bytes"] else "NOT"
     yield (f"bytes: {found['predicted_bytes']:,} predicted, {found['held_bytes']:,} held after {held['prompt']} "
            f"tokens: {same} the same")

@@ -274,7 +274,8 @@ def test_the_command_trains_compares_and_writes(folder, tmp_path):
     assert report["predicted_bytes"] == report["held_bytes"]
     rows = {r["name"]: r for r in report["rows"]}
     assert list(rows)[-1] == "trained"
-    assert {"uniform, calibrated by SVD", "its ranks and bits, untrained", "no basis"} <= set(rows)
+    names = {"uniform, calibrated by SVD", "uniform, turned for rounding", "its ranks and bits, untrained", "no basis"}
+    assert names <= set(rows)
     assert max(r["bits"] for r in report["rows"]) == rows["uniform, calibrated by SVD"]["bits"]
     assert load(out).metadata["method"] == report["method"]
     assert not out.with_name(out.name + ".checkpoint").exists()
