@@ -38,7 +38,8 @@ def codesign_command(asked: Asked, method: str, prompt: int, new: int, batch: in
     heads = [Column("format"), Column("bits", True), Column("values/s now", True), Column("break-even", True),
              Column("enough", True), Column("", fold=True)]  # fmt: skip
     told = [(f.format, f"{f.bits:g}", _rate(f.now), _rate(f.even), _rate(f.enough), f.verdict) for f in found.formats]
-    table(out, heads, told, "one layer's attention against full precision")
+    if told:
+        table(out, heads, told, "one layer's attention against full precision")
     limits = [(n, duration(s)) for n, s in found.bounds]
     table(out, [Column("bound"), Column("step", True)], limits, "no addition passes")
     best = found.best

@@ -12,14 +12,17 @@ from kvsim.cost import attention_seconds
 from kvsim.errors import KvsimError
 from kvsim.hardware import HardwareProfile
 from kvsim.kernels import FORMATS, chosen
+from kvsim.model import Attention
 from kvsim.prediction import predict
 from kvsim.record import Case
 from kvsim.whatif import KEYS, VALUE_BYTES, what_if
 
 RATES = ("decompress", "mixed", "near_memory", "bandwidth", "compress", "link")
 """What can be added, in the order in which it is reported; `link` counts between devices only."""
+GAINED = 0.9
+"""A rate is enough where it brings this share of what an infinite rate saves of the step."""
 NEAR_LIMIT = 0.05
-"""A rate is enough where the step is within this share of what an infinite rate gives."""
+"""A format's rate is enough where its attention is within this share of the time that its bytes alone take."""
 WORTH = 0.01
 """A rate whose infinite value shortens the step by less than this share removes no bottleneck."""
 LOW, HIGH = 1e9, 1e18
@@ -30,9 +33,9 @@ COMPARED = ("fp8", "int8", "int4", "int3", "int2", "nvfp4", "mxfp4", "q8_0", "q4
 
 @dataclass(frozen=True)
 class Added:
-    """One thing that could be added, alone. least: the rate from which on the step is near what an infinite one gives,
-    in `unit`; None where nothing is gained. step_s: with that rate; limit_s: with an infinite one; share: of the step
-    that an infinite rate would save."""
+    """One thing that could be added, alone. least: the rate that brings most of what an infinite one does, in `unit`;
+    None where nothing is gained. step_s: with that rate; limit_s: with an infinite one; share: of the step that an
+    infinite rate would save."""
 
     name: str
     unit: str
@@ -115,7 +118,8 @@ def additions(case: Case, names: tuple[str, ...] = RATES) -> tuple[Added, ...]:
 
         limit = step(HIGH)
         share = 1.0 - limit / now
-        least = _least(lambda r, s=step, e=limit: s(r) <= e * (1 + NEAR_LIMIT)) if share > WORTH else None  # type: ignore[misc]
+        wanted = now - GAINED * (now - limit)
+        least = _least(lambda r, s=step, w=wanted: s(r) <= w) if share > WORTH else None  # type: ignore[misc]
         found.append(Added(name, KEYS[name][1], least, now if least is None else step(least), limit, share))
     return tuple(found)
 
@@ -140,9 +144,13 @@ def attention_at(device: HardwareProfile, format: str, values: float | None, *, 
     return float(found.seconds)
 
 
+def _plain(case: Case) -> Attention | None:
+    return next((x.attention for x in case.model.layers if x.attention and x.attention.kind == "full"), None)
+
+
 def break_even(case: Case, format: str) -> BreakEven:
     """Rates of `format` for one full-attention layer: where it overtakes full precision, where it is done."""
-    attention = next((x.attention for x in case.model.layers if x.attention and x.attention.kind == "full"), None)
+    attention = _plain(case)
     if attention is None:
         raise KvsimError(f"codesign: {case.model.name} has no layer of plain attention to compare formats on")
 
@@ -192,6 +200,6 @@ def codesign(case: Case, formats: tuple[str, ...] = COMPARED) -> Design:
     attention = next((x for x in record.decode.lines if x.name == "attention"), None)
     if attention is None:
         raise KvsimError(f"codesign: a step of {case.model.name} has no attention to speed up")
-    rows = tuple(break_even(case, f) for f in formats)
+    rows = tuple(break_even(case, f) for f in formats) if _plain(case) is not None else ()
     return Design(float(record.decode.seconds), str(record.decode.dominant), float(attention.seconds),
                   str(attention.term), additions(case), rows, bounds(case))  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 import kvsim
 from kvsim.cli import main
-from kvsim.codesign import NEAR_LIMIT, additions, attention_at, break_even, codesign
+from kvsim.codesign import GAINED, additions, attention_at, break_even, codesign
 from kvsim.coefficients import Coefficient
 from kvsim.cost import KernelWork, attention_seconds, kernel_seconds
 from kvsim.errors import KvsimError
@@ -124,9 +124,10 @@ def test_the_least_rate_is_enough_and_a_smaller_one_is_not():
     now = kvsim.predict(case()).decode.seconds
     for one in additions(case(), ("decompress", "mixed", "near_memory")):
         assert one.least is not None
-        assert one.limit_s < one.step_s <= one.limit_s * (1 + NEAR_LIMIT) < now
+        wanted = now - GAINED * (now - one.limit_s)
+        assert one.limit_s < one.step_s <= wanted < now
         less = case(device=what_if(BASE, {one.name: one.least / 1.05}))
-        assert kvsim.predict(less).decode.seconds > one.limit_s * (1 + NEAR_LIMIT)
+        assert kvsim.predict(less).decode.seconds > wanted
 
 
 def test_break_even_by_hand_and_by_the_model():
@@ -153,6 +154,16 @@ def test_bounds_hold_for_every_addition():
         if one.name in ("decompress", "mixed", "near_memory"):
             assert one.limit_s >= bounds["attention in no time, all else as it is"]
     assert found.best.name in ("near_memory", "decompress")
+
+
+def test_models_without_plain_attention():
+    latent, work = kvsim.load_model("deepseek-v2"), kvsim.Workload(8, 8192, 0)
+    found = codesign(kvsim.Case(latent, BASE, kvsim.parse_method("int(bits=4)"), work, devices=16))
+    assert found.formats == ()
+    assert {a.name for a in found.added} >= {"decompress", "link"}
+    state = kvsim.Case(kvsim.load_model("falcon-mamba-7b"), BASE, kvsim.parse_method("full"), work)
+    with pytest.raises(KvsimError, match="no attention to speed up"):
+        codesign(state)
 
 
 def test_a_workload_of_many_points_is_refused():
