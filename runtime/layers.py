@@ -193,7 +193,8 @@ class CompressedLayer(CacheLayerMixin):
     def attend(self, query: Tensor, padding: Tensor | None, rule: Rule) -> Tensor:
         """Attention of the pending rows' queries [B, Hq, q, d]; writes the rows and lets the method do its work."""
         if self.pending is None:
-            raise KvsimError("attention was asked for rows that no update brought")
+            raise KvsimError("attention was asked for twice, or for rows that no update brought: this architecture is "
+                             "not supported")
         (k, v, positions), self.pending = self.pending, None
         if self.device.type != "cpu":
             self.prefetch()
