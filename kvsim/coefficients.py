@@ -20,6 +20,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "t0_s": (0.0, 1e-2),
     "bandwidth_share": (0.01, 1.1),
     "cache_multiple": (0.0, 16.0),
+    "cache_rate": (0.0, 1e4),
     "cache_reach": (0.05, 4.0),
     "flops_share": (1e-4, 1.3),
     "wave_s": (0.0, 1e-3),
@@ -46,7 +47,8 @@ class Coefficient:
 
     t0_s: launch and fixed cost. bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
     cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level
-    cache; cache_reach: share of that cache in which it holds (0 and 1: no effect seen).
+    cache, or cache_rate: bytes that each unit gets from it in a clock cycle (it takes the place of the multiple: a
+    cache belongs to the units, and siblings differ in memory); cache_reach: share of that cache in which it holds (0 and 1: no effect seen).
     element_rates: (head_dim, stored values that one unit takes in per clock cycle); empty where that never limits.
     flops_share: achieved share of the dense peak; flops_shares: the same by head_dim, where it differs.
     wave_s: seconds for each wave of thread blocks. slots: blocks that share a unit. max_splits: parts into which a
@@ -71,6 +73,7 @@ class Coefficient:
     bandwidth_share: float
     flops_share: float
     cache_multiple: float = 0.0
+    cache_rate: float = 0.0
     cache_reach: float = 1.0
     element_rates: tuple[tuple[int, float], ...] = ()
     flops_shares: tuple[tuple[int, float], ...] = ()

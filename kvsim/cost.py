@@ -52,10 +52,12 @@ class KernelWork:
 
 def _memory(device: HardwareProfile, c: Coefficient, bytes_moved: Real, working_set: Real | None) -> Real:
     """Seconds to move the bytes: from the last-level cache while they fit, from DRAM beyond twice that."""
-    slow = 1.0 / (c.bandwidth_share * device.bandwidth_bytes_per_s)
-    if c.cache_multiple <= c.bandwidth_share or not device.last_level_cache_bytes:
+    bandwidth = device.bandwidth_bytes_per_s
+    slow = 1.0 / (c.bandwidth_share * bandwidth)
+    near = c.cache_rate * device.units * device.clock_hz if c.cache_rate else c.cache_multiple * bandwidth
+    if near * slow <= 1.0 or not device.last_level_cache_bytes:
         return bytes_moved * slow
-    fast = 1.0 / (c.cache_multiple * device.bandwidth_bytes_per_s)
+    fast = 1.0 / near
     held = bytes_moved if working_set is None else working_set
     miss = np.clip(held * (1.0 / (c.cache_reach * device.last_level_cache_bytes)) - 1.0, 0.0, 1.0)
     return bytes_moved * (fast + (slow - fast) * miss)

@@ -16,6 +16,7 @@ from kvsim.accuracy import log_errors
 from kvsim.coefficients import BOUNDS, FAMILIES, Coefficient
 from kvsim.errors import KvsimError
 from kvsim.fitting import DATE, fit, predictor, quantiles, trusted
+from kvsim.hardware import HardwareProfile, load_device
 from kvsim.kernels import SIBLING_WIDENING, kernel_family
 from kvsim.lending import CACHE_GAIN, CPU, GEMM_SHARES, LENDERS, MEMORY_SHARES, OTHER_UNITS
 from kvsim.measured import Table, device_of, read_table
@@ -99,6 +100,12 @@ def _elementwise(rows: list[Coefficient]) -> Coefficient:
                        source=f"launch of a product, bandwidth of {decode.kernel}; no rows of its own")
 
 
+def by_unit(rows: Iterable[Coefficient], device: HardwareProfile, gain: float = 1.0) -> list[Coefficient]:
+    """Cache bandwidths as bytes a unit and clock of the device that they were measured on: so they carry to siblings."""
+    each = gain * device.bandwidth_bytes_per_s / (device.units * device.clock_hz)
+    return [replace(c, cache_rate=c.cache_multiple * each, cache_multiple=0.0) for c in rows]
+
+
 def lent(rows: list[Coefficient], lender: str, family: str, spreads: dict[str, Spreads]) -> list[Coefficient]:
     """The lender's coefficients for a family without measurements: published shares, wider intervals."""
     best = max(c.bandwidth_share for c in rows if c.op == "decode")
@@ -109,8 +116,7 @@ def lent(rows: list[Coefficient], lender: str, family: str, spreads: dict[str, S
         product = GEMM_SHARES[family] / usual if c.op == "matmul" and family in GEMM_SHARES else 1.0
         other, bound = spreads.get(c.op, ((-0.7, 0.0, 0.7), None))
         one = replace(c, bandwidth_share=memory, flops_share=min(1.2, c.flops_share * product), rows=0, devices=(),
-                      cache_multiple=c.cache_multiple * CACHE_GAIN.get(family, 1.0), borrowed=lender,
-                      log_error=other, memory_log_error=bound)
+                      borrowed=lender, log_error=other, memory_log_error=bound)
         # Elsewhere a "unit" is no streaming multiprocessor: rates and waves per unit would mean nothing.
         found.append(replace(one, element_rates=(), wave_s=0.0, slots=1.0) if family in OTHER_UNITS else one)
     return found
@@ -181,10 +187,13 @@ def regenerate(folder: Path, out: Path) -> dict[str, list[Coefficient]]:
     measured = {family: fit_family(tables, family) for family in have}
     measured = {family: [*rows, _elementwise(rows)] for family, rows in measured.items()}
     spreads = carried_spreads(tables, measured)
-    everything = dict(measured)
+    everything = {family: by_unit(rows, load_device(rows[0].devices[0])) for family, rows in measured.items()}
     for family in FAMILIES:
         if family not in measured:
-            rows = lent(measured[LENDERS[family]], LENDERS[family], family, spreads)
+            lender = LENDERS[family]
+            rows = lent(measured[lender], lender, family, spreads)
+            if family not in OTHER_UNITS:
+                rows = by_unit(rows, load_device(measured[lender][0].devices[0]), CACHE_GAIN.get(family, 1.0))
             everything[family] = CPU(rows) if family == "cpu" else rows
     engines = served(folder)
     out.mkdir(parents=True, exist_ok=True)

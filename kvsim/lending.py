@@ -23,8 +23,9 @@ GEMM_SHARES = {"cdna": 0.58, "gaudi": 0.80, "trainium": 0.60, "tpu": 0.70, "appl
 """Best found share of dense bf16 peak in large products: MI300X .51, MI325X .60, MI355X .62-.68, Gaudi3 .74, Gaudi2 .97
 (ml-engineering's MAMF tables), T4 .65, V100S .71; the others are the middle of that range, not measured."""
 
-CACHE_GAIN = {"ada": 1.3}
-"""Cache bandwidth over DRAM's, relative to the lender: about 4x on an L40S where the RTX PRO 6000 has 3x."""
+CACHE_GAIN = {"ada": 0.82}
+"""Cache bandwidth of a unit and clock relative to the lender's: about 4x DRAM's on an L40S (142 units at 2,520 MHz over
+864 GB/s) where the RTX PRO 6000 (188 at 2,430 over 1,792) has 3x."""
 OTHER_UNITS = ("gaudi", "trainium", "tpu")
 """Families whose units are few large matrix engines."""
 
@@ -51,7 +52,7 @@ def CPU(rows: list[Coefficient]) -> list[Coefficient]:
     decode = [replace(base, kernel=k, format=f, element_rates=_rate(ms)) for k, f, ms in measured]
     prefill = replace(base, op="prefill", format="*", flops_share=0.3, flops_shares=(), element_rates=(), rows=0,
                       log_error=(-0.9, 0.0, 0.9), source="no measurement: 0.3 of peak assumed, wide interval")
-    other = [replace(c, t0_s=max(c.t0_s, 5e-6), step_s=0.0, cache_multiple=0.0, log_error=(-0.9, 0.0, 0.9),
+    other = [replace(c, t0_s=max(c.t0_s, 5e-6), step_s=0.0, cache_multiple=0.0, cache_rate=0.0, log_error=(-0.9, 0.0, 0.9),
                      memory_log_error=(-0.6, 0.0, 0.6))
              for c in rows if c.op in ("matmul", "elementwise")]
     return [*decode, prefill, *other]

@@ -1,11 +1,13 @@
 """What must hold for every question: positive, finite, monotone, arrays equal scalars, intervals ordered."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsim.cost import attention_seconds, matmul_seconds
+from kvsim.cost import attention_seconds, attention_work, kernel_time, matmul_seconds
 from kvsim.hardware import devices, load_device
 from kvsim.kernels import FORMATS, MATMUL_DTYPES
 
@@ -103,3 +105,16 @@ def test_fewer_bits_never_help_an_eager_cpu_kernel_and_help_a_fused_one() -> Non
     assert attention_seconds(cpu, format="int8", kernel="eager", **asked).seconds > 3 * plain
     assert attention_seconds(cpu, format="int4", kernel="eager", **asked).seconds > 3 * plain
     assert "*/fused" in attention_seconds(cpu, format="int8", **asked).coefficients
+
+
+def test_a_siblings_cache_is_that_of_its_units_not_of_its_memory() -> None:
+    sxm, h200 = DEVICES["h100-sxm"], DEVICES["h200-sxm"]
+    row = replace(next(c for c in sxm.coefficients if c.kernel == "sglang/fa3" and c.format == "bf16"), t0_s=0.0,
+                  wave_s=0.0, split_s=0.0, element_rates=(), flops_share=1.3)
+    # 8 sequences of 8 heads of 64 rows: 2 MB, inside either cache; 132 units at 1,830 MHz in both
+    size = attention_work("decode", batch=8, tokens=64, n_heads=8, n_kv_heads=8, head_dim=128, bits=16.0)
+    near, same = (dict(kernel_time(d, row, size)[1])["memory"] for d in (sxm, h200))
+    assert near == pytest.approx(same)
+    far = replace(size, working_set=1e9)
+    slow, faster = (dict(kernel_time(d, row, far)[1])["memory"] for d in (sxm, h200))
+    assert slow / faster == pytest.approx(h200.bandwidth_bytes_per_s / sxm.bandwidth_bytes_per_s)
