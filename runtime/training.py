@@ -16,6 +16,7 @@ from kvsim.method import Chain, Method, parse_method
 from runtime.cache import attention_modules, geometry_of, spec_of
 from runtime.calibration import calibrate
 from runtime.learning import wants_rotation
+from runtime.parts import Tensors
 from runtime.quality_reference import Reference, reference
 from runtime.rope import Rotation
 from runtime.training_gates import (
@@ -120,6 +121,7 @@ class Training:
     losses: list[float] = field(default_factory=list)
     lessons: dict[int, Lesson] = field(default_factory=dict)
     optimizer: torch.optim.Adam | None = None
+    factors: Tensors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.base = check(parse_method(self.recipe.method))
@@ -168,12 +170,21 @@ class Training:
     def begin(self, chains: dict[Key, Chain] | None = None) -> None:
         """Factors of all coefficients from the SVD of recorded rows, behind open gates; or cut to `chains` at once."""
         self.open_gates()
-        full = schedule(self.base, {k: self._whole(g) for k, g in self.gates.items()}, self.spec.n_layers)
-        few = self.pieces[:: max(1, len(self.pieces) // PIECES)][:PIECES]
-        made = calibrate(self.model, few, full, length=len(few[0]), seed=self.recipe.seed).tensors
+        made = self.svd()
         self.rows = {key: self.soft(gate, *self._matrices(made, key)) for key, gate in self.gates.items()}
         if self.recipe.gates == 0:
             self.harden(chains)
+
+    def svd(self) -> Tensors:
+        """Calibrated factors of all coefficients, in order of what they carry; computed once."""
+        if not self.factors:
+            chains = {(i, s): getattr(self.layer(i), s) for i, s in self.sides()}
+            whole = {k: whole_rank(c, self.geometries[k[0]].place(k[1], 16)) for k, c in chains.items()}  # type: ignore[arg-type]
+            chains = {k: with_choice(c, whole[k], None) for k, c in chains.items()}
+            full = schedule(self.base, chains, self.spec.n_layers)
+            few = self.pieces[:: max(1, len(self.pieces) // PIECES)][:PIECES]
+            self.factors = calibrate(self.model, few, full, length=len(few[0]), seed=self.recipe.seed).tensors
+        return self.factors
 
     def _whole(self, gate: Gate) -> Chain:
         return with_choice(gate.chain, gate.whole, None)
@@ -183,7 +194,7 @@ class Training:
         turn = self._turn(gate.key, gate.whole) if gate.bits is not None else None
         return Rows(gate.place, self._whole(gate), encoder, decoder, gate, turn)
 
-    def _matrices(self, made: dict[str, Tensor], key: Key) -> tuple[Tensor, Tensor]:
+    def _matrices(self, made: Tensors, key: Key) -> tuple[Tensor, Tensor]:
         prefix = f"layer.{key[0]}.{key[1]}."
         own = {n.rpartition(".")[2]: t for n, t in made.items() if n.startswith(prefix)}
         return own["encoder"].clone().requires_grad_(), own["decoder"].clone().requires_grad_()

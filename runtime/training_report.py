@@ -18,13 +18,12 @@ from kvsim.layout import layer_layout
 from kvsim.method import Chain, Method, parse_method
 from kvsim.model import ModelSpec
 from runtime.cache import CompressedCache
-from runtime.calibration import calibrate
 from runtime.quality_forced import take_prompt
 from runtime.quality_reference import reference
 from runtime.quality_run import interval, learns, machine, rounded, versions
 from runtime.quality_scoring import Scores, score
 from runtime.quality_subjects import Subject, Text
-from runtime.training import PIECES, Recipe, Training
+from runtime.training import Recipe, Training
 from runtime.training_file import calibration
 from runtime.training_gates import Key, whole_rank
 
@@ -79,8 +78,8 @@ def rivals(training: Training, held: Held) -> list[Rival]:
     """Methods of no more bytes a sequence than the base: prompts' own SVD, the base calibrated, no basis, ablations."""
     base, spec = training.base, training.spec
     limit = stored_bits(base, held.prompt, held.scored, spec)
-    few = training.pieces[:: max(1, len(training.pieces) // PIECES)][:PIECES]
-    found = [Rival("uniform, calibrated by SVD", base, calibrate(training.model, few, base, length=len(few[0])))]
+    # factors come in order of what they carry: cut to the base's rank they are what calibrating it gives
+    found = [Rival("uniform, calibrated by SVD", base, training.svd())]
     rope = "pre" if base.k.before_rope else "post"
     form = f"svd(rank={{}},joint=heads,rope={rope}) | {base.k.format}"
     own = _largest(form, _whole(training), limit, held, spec)
@@ -104,7 +103,7 @@ def rivals(training: Training, held: Held) -> list[Rival]:
 def _untrained(name: str, training: Training, chains: dict[Key, Chain] | None, recipe: Recipe | None = None) -> Rival:
     """SVD factors of these ranks, turned where they are rounded: where training of such ranks and bits starts."""
     start = replace(recipe or training.recipe, gates=0, steps=0)
-    other = Training(training.model, training.pieces, start)
+    other = Training(training.model, training.pieces, start, factors=training.svd())
     other.begin(chains)
     return Rival(name, other.method, calibration(other))
 

@@ -84,6 +84,19 @@ def test_students_of_other_families_answer_as_their_caches_do(family):
     assert float(scores.kl[0]) == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    "method", ["palu(rank=9)", "k:learned_projection(rank=5,rope=pre) v:learned_projection(rank=3)"]
+)
+def test_training_starts_from_what_calibration_gives(model, method):
+    training = Training(model, pieces(), replace(RECIPE, method=method, gates=0))
+    training.begin()
+    want = calibrate(model, training.pieces, method, length=41).tensors
+    got = calibration(training).tensors
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_are_those_of_differences(model):
     """In full precision nothing is rounded, so finite differences of the loss are the gradients."""
     training = Training(model, pieces(), replace(RECIPE, method="palu(rank=9)", gates=0))
@@ -289,3 +302,19 @@ def test_the_commands_mistakes_are_one_line(folder, tmp_path):
                 str(tmp_path / "x")]
         with pytest.raises(KvsimError, match=why):
             CliRunner().invoke(command, [*args, *more], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_smollm2_learns_and_its_file_runs(tmp_path):
+    """On the real model: a few steps from the SVD lower the loss on their own text, and the file generates."""
+    from smollm2 import subject, topics
+
+    smol, _ = subject()
+    text = [topics(129)[0]]
+    training = Training(smol, text, Recipe("palu(rank=96)", steps=6, gates=0, prompt=96, scored=32, rate=2e-3))
+    training.run()
+    assert training.losses[-1] < 0.9 * training.losses[0]
+    calibration(training).save(tmp_path / "smol.safetensors")
+    with CompressedCache(training.method, smol, calibration=str(tmp_path / "smol.safetensors")) as cache:
+        out = smol.generate(topics(96), cache=cache, max_new_tokens=4, do_sample=False)
+    assert out.shape == (1, 100)
