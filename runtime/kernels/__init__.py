@@ -12,7 +12,7 @@ from runtime.kernels.describe import CProblem, breaks_alike, described
 from runtime.kernels.load import Library, library
 from runtime.kernels.pages import planned
 from runtime.kernels.plans import TYPES, Plan
-from runtime.kernels.spans import Spans, rows_apart, spans_of
+from runtime.kernels.spans import Spans, read_by, rows_apart, spans_of
 from runtime.parts import PolicyTwin
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def path(store: Store) -> str:
     why = _why_not(store) or rows_apart(store)
     if why:
         return f"eager: {why}"
-    return "fused cpu " + " | ".join(side.chain.format.kernel_format for side in store.sides.values())
+    by = "triton" if _plans(store)[0].triton else "cpu"
+    return f"fused {by} " + " | ".join(side.chain.format.kernel_format for side in store.sides.values())
 
 
 def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
@@ -43,16 +44,13 @@ def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
     if q.shape[2] != 1 or q.dtype not in TYPES or _why_not(store):
         return None
     keys, values = store.keys, store.values
-    spans = spans_of(store, q)
-    if isinstance(spans, str) or (spans is None and _small(store, q, rule)):
-        return None
+    attended = _by_triton if _plans(store)[0].triton else _by_cpu
     maps, offset = keys.maps()
     back, shift = values.maps()
     if (offset is not None or shift is not None) and not rule.plain:
         return None  # a shift of all logits alike, or of all rows, matters to a cap and to a sink
-    inner = q if maps is None else _into(q, maps)
-    out = _attended(store, inner.contiguous(), rule, spans)
-    if back is None:
+    out = attended(store, q, q if maps is None else _into(q, maps), rule)
+    if back is None or out is None:
         return out
     full = _out_of(out, back)
     return (full if shift is None else full + _spread(shift, q.shape[1]).to(full.dtype)).to(q.dtype)
@@ -80,12 +78,36 @@ def _spread(offset: Tensor, heads: int) -> Tensor:
     return offset.repeat_interleave(heads // offset.shape[1], dim=1)
 
 
+def _plans(store: Store) -> tuple[Plan, Plan]:
+    """Both sides' plans, which there are."""
+    found = [planned(side.format, side.setting.device) for side in (store.keys, store.values)]
+    k, v = found
+    assert isinstance(k, Plan)
+    assert isinstance(v, Plan)
+    return k, v
+
+
+def _by_triton(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | None:
+    """Rows are asked for with the queries q, attended with those in the latent."""
+    from runtime.kernels import triton_decode  # imports Triton, which need not be there
+
+    pairs = q.shape[0] * store.keys.twins.inner.place.heads
+    rows = triton_decode.rows_of(read_by(store, q), store.keys.rows, pairs, q.device)
+    return None if rows is None else triton_decode.attended(store, inner.contiguous(), rule, rows, _plans(store))
+
+
+def _by_cpu(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | None:
+    spans = spans_of(store, q)
+    if isinstance(spans, str) or (spans is None and _small(store, q, rule)):
+        return None
+    return _attended(store, inner.contiguous(), rule, spans)
+
+
 def _attended(store: Store, q: Tensor, rule: Rule, spans: Spans | None) -> Tensor:
     keys, values = store.keys, store.values
     found = library()
     assert isinstance(found, Library)
-    plans = [planned(side.format, q.device) for side in (keys, values)]
-    sides = [described(side, p) for side, p in zip((keys, values), plans, strict=True) if isinstance(p, Plan)]
+    sides = [described(side, p) for side, p in zip((keys, values), _plans(store), strict=True)]
     (k, k_alive), (v, v_alive) = sides
     batch, query_heads = q.shape[:2]
     heads, rows = keys.twins.inner.place.heads, keys.rows
@@ -152,4 +174,4 @@ def _side_needs(side: Side) -> str:
         return "the tail's dtype"
     if side.basis is not None and not side.ready:
         return "the basis waits for its first rows"
-    return "" if breaks_alike(side, found) else "buffers break at different rows"
+    return "" if found.triton or breaks_alike(side, found) else "buffers break at different rows"

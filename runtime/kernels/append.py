@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -40,19 +41,21 @@ def append(side: Side, x: Tensor) -> bool:
 
     What does not fit its scale is left to the twin too, which says so.
     """
-    plan, found = planned(side.format, x.device), library()
-    if not isinstance(plan, Plan) or not isinstance(found, Library) or plan.form != INT or plan.unit or side.fixes:
+    plan = planned(side.format, x.device)
+    if not isinstance(plan, Plan) or plan.form != INT or plan.unit or side.fixes:
         return False
     buffers = [side.encoded[name] for name in plan.names if name in side.encoded]
     if len(buffers) != (2 if plan.symmetric else 3) or x.dtype not in TYPES or x.stride(3) != 1:
         return False
     if not side.started or side.by_block or x.shape[3] > WIDEST or x.shape[:2] != buffers[0].shape[:2]:
         return False
+    written = _by_triton(plan, x.shape[3]) if plan.triton else _by_cpu
+    if written is None:
+        return False
     done = 0
     while done < x.shape[2]:
         rows = min(_room(buffers, x.shape[2] - done), x.shape[2] - done)
-        problem = _encoding(plan, x[:, :, done : done + rows], buffers)
-        if not found.encode(ctypes.addressof(problem)):
+        if not written(plan, x[:, :, done : done + rows], buffers):
             if not done:
                 return False
             side.packed(x)  # says which value is too large
@@ -60,6 +63,22 @@ def append(side: Side, x: Tensor) -> bool:
             buffer.rows += rows
         done += rows
     return True
+
+
+Writes = Callable[[Plan, Tensor, list[Paged]], bool]
+
+
+def _by_triton(plan: Plan, width: int) -> Writes | None:
+    from runtime.kernels import triton_write  # imports Triton, which need not be there
+
+    return triton_write.encoded if triton_write.writes(plan, width) else None
+
+
+def _by_cpu(plan: Plan, x: Tensor, buffers: list[Paged]) -> bool:
+    found = library()
+    assert isinstance(found, Library)
+    problem = _encoding(plan, x, buffers)  # alive until the call returns
+    return bool(found.encode(ctypes.addressof(problem)))
 
 
 def _room(buffers: list[Paged], wanted: int) -> int:

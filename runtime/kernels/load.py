@@ -44,7 +44,7 @@ class Library:
 
 
 def switch() -> str:
-    """KVSIM_KERNELS: auto (the default) or eager."""
+    """KVSIM_KERNELS: auto (the default), eager, or triton: Triton's kernels on the CPU too, interpreted."""
     return os.environ.get("KVSIM_KERNELS", "auto")
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.buffers import Paged
+from runtime.kernels import triton_plans
 from runtime.kernels.load import library, switch
 from runtime.kernels.plans import Plan, plan
 from runtime.kernels.tiled import TiledPaged
@@ -34,7 +35,7 @@ def planned(twin: FormatTwin, device: torch.device) -> Plan | str:
 def _plan_now(twin: FormatTwin, mode: str, device: torch.device) -> Plan | str:
     if mode == "eager":
         return "KVSIM_KERNELS=eager"
-    if device.type != "cpu":
-        return f"no kernels on {device.type}"
+    if device.type != "cpu" or mode == "triton":
+        return triton_plans.why_not(device.type) or triton_plans.plan(twin)
     found = library()
     return found if isinstance(found, str) else plan(twin, found.dots)

@@ -27,7 +27,8 @@ class Plan:
     """How one side is read. Layouts are (rows, elements): so many rows lie interleaved, element by element.
 
     group: channels that share a scale; unit: tokens that do (0: scales by token). dots: integer dot products.
-    table: makes the table of values (and, for 8-bit floats, the scale) from the twin's model buffers.
+    table: makes the table of values (and, for 8-bit floats, the scale) from the twin's model buffers. triton: read by
+    the Triton kernels, not by those of the CPU.
     """
 
     form: int
@@ -42,6 +43,7 @@ class Plan:
     codes: tuple[int, int] | None = None
     scales: tuple[int, int] | None = None
     table: Callable[[FormatTwin], Tensor] | None = None
+    triton: bool = False
 
     def layout(self, name: str) -> tuple[int, int] | None:
         """How a buffer's rows are interleaved; None: they lie one after another."""

@@ -17,7 +17,14 @@ Spans = tuple[Tensor, Tensor]
 
 def spans_of(store: Store, q: Tensor) -> Spans | str | None:
     """The spans of a step with queries [B, Hq, 1, d]; None: all rows; a reason where the sides' rows do not match."""
-    pairs = q.shape[0] * store.keys.twins.inner.place.heads
+    found, pairs = read_by(store, q), _pairs(store, q)
+    if isinstance(found, list):
+        return shared(found, pairs)
+    return apart(found.reshape(pairs, -1)) if isinstance(found, Tensor) else found
+
+
+def read_by(store: Store, q: Tensor) -> Runs | Tensor | str | None:
+    """What a step reads: the same runs for every (sequence, head), or rows [B, H, m] of each; as `spans_of` says."""
     runs = _live(store)
     if isinstance(runs, str):
         return runs
@@ -26,12 +33,16 @@ def spans_of(store: Store, q: Tensor) -> Spans | str | None:
     if policy is not None and not store.waiting:
         chosen = policy.attended(store.state_tensors(), q, store.keys.rows)
     if chosen is None:
-        return None if runs is None else shared(runs, pairs)
+        return runs
     if runs is not None:
         return "rows that are read and rows that leave are chosen separately"
-    if chosen.shape[0] * chosen.shape[1] != pairs:
+    if chosen.shape[0] * chosen.shape[1] != _pairs(store, q):
         return "heads of a latent read rows of several heads"
-    return apart(chosen.reshape(pairs, -1))
+    return chosen
+
+
+def _pairs(store: Store, q: Tensor) -> int:
+    return q.shape[0] * store.keys.twins.inner.place.heads
 
 
 def rows_apart(store: Store) -> str:

@@ -11,20 +11,24 @@ from runtime.parts import Prompt, Step
 from runtime.sharing import Geometry, LayerTwins, Surroundings
 from runtime.store import Store
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where Triton's kernels are tried: on a GPU where there is one, interpreted otherwise."""
 needs_kernels = pytest.mark.skipif(not isinstance(library(), Library), reason="no compiler: the kernels do not exist")
 
 
-def filled(method, prompt, steps=0, d=64, heads=2, group=3, batch=1, dtype=torch.float32, window=0, seed=0):
+def filled(
+    method, prompt, steps=0, d=64, heads=2, group=3, batch=1, dtype=torch.float32, window=0, seed=0, device="cpu"
+):
     """A store after a prompt and `steps` tokens more, the last of which has just been written and not yet encoded."""
     generator = torch.Generator().manual_seed(seed)
     geometry = Geometry(heads * group, heads, d, d, window)
-    store = Store(LayerTwins(parse_method(method), geometry, Surroundings(dtype)))
+    store = Store(LayerTwins(parse_method(method), geometry, Surroundings(dtype, torch.device(device))))
     rows = [torch.randn(batch, heads, prompt + steps, d, generator=generator) for _ in range(2)]
     # some channels of keys are large, as in real models
     k = (rows[0] * (1 + 4 * torch.rand(1, heads, 1, d, generator=generator)) + rows[0][:, :, :1]).to(dtype)
-    v = rows[1].to(dtype)
-    at = torch.arange(prompt + steps)[None].expand(batch, -1)
-    q = torch.randn(batch, heads * group, prompt, d, generator=generator).to(dtype)
+    k, v = k.to(device), rows[1].to(device, dtype)
+    at = torch.arange(prompt + steps, device=device)[None].expand(batch, -1)
+    q = torch.randn(batch, heads * group, prompt, d, generator=generator).to(device, dtype)
     seen = Prompt(k[:, :, :prompt], v[:, :, :prompt], d**-0.5, queries=q)
     if store.policy is not None and store.policy.prompt_weights:
         observe(seen, q, Rule(d**-0.5))
@@ -38,7 +42,8 @@ def filled(method, prompt, steps=0, d=64, heads=2, group=3, batch=1, dtype=torch
 
 def query(store, seed=1, dtype=torch.float32, batch=1):
     g = store.geometry
-    return torch.randn(batch, g.n_heads, 1, g.k_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    made = torch.randn(batch, g.n_heads, 1, g.k_dim, generator=torch.Generator().manual_seed(seed))
+    return made.to(store.around.device, dtype)
 
 
 def oracle(store, q, rule, monkeypatch):
@@ -61,5 +66,6 @@ def assert_fused_is_eager(store, monkeypatch, rule=None, seed=1, batch=1, dtype=
     assert found is not None, kernels.path(store)
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
-    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    # three products of shorter factors stand for one of fp32 on a GPU
+    tolerance = 3e-2 if dtype != torch.float32 else 2e-4 if q.is_cuda else 2e-5
     torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
