@@ -48,7 +48,7 @@ class Coefficient:
     t0_s: launch and fixed cost. bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
     cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level
     cache, or cache_rate: bytes that each unit gets from it in a clock cycle (it takes the place of the multiple: a
-    cache belongs to the units, and siblings differ in memory); cache_reach: share of that cache in which it holds (0 and 1: no effect seen).
+    cache belongs to the units, and siblings differ in memory); cache_reach: share of that cache in which it holds.
     element_rates: (head_dim, stored values that one unit takes in per clock cycle); empty where that never limits.
     flops_share: achieved share of the dense peak; flops_shares: the same by head_dim, where it differs.
     wave_s: seconds for each wave of thread blocks. slots: blocks that share a unit. max_splits: parts into which a

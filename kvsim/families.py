@@ -101,7 +101,7 @@ def _elementwise(rows: list[Coefficient]) -> Coefficient:
 
 
 def by_unit(rows: Iterable[Coefficient], device: HardwareProfile, gain: float = 1.0) -> list[Coefficient]:
-    """Cache bandwidths as bytes a unit and clock of the device that they were measured on: so they carry to siblings."""
+    """Cache bandwidths as bytes a unit and clock of the device where they were measured: so siblings can have them."""
     each = gain * device.bandwidth_bytes_per_s / (device.units * device.clock_hz)
     return [replace(c, cache_rate=c.cache_multiple * each, cache_multiple=0.0) for c in rows]
 

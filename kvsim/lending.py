@@ -52,7 +52,7 @@ def CPU(rows: list[Coefficient]) -> list[Coefficient]:
     decode = [replace(base, kernel=k, format=f, element_rates=_rate(ms)) for k, f, ms in measured]
     prefill = replace(base, op="prefill", format="*", flops_share=0.3, flops_shares=(), element_rates=(), rows=0,
                       log_error=(-0.9, 0.0, 0.9), source="no measurement: 0.3 of peak assumed, wide interval")
-    other = [replace(c, t0_s=max(c.t0_s, 5e-6), step_s=0.0, cache_multiple=0.0, cache_rate=0.0, log_error=(-0.9, 0.0, 0.9),
-                     memory_log_error=(-0.6, 0.0, 0.6))
+    other = [replace(c, t0_s=max(c.t0_s, 5e-6), step_s=0.0, cache_multiple=0.0, cache_rate=0.0,
+                     log_error=(-0.9, 0.0, 0.9), memory_log_error=(-0.6, 0.0, 0.6))
              for c in rows if c.op in ("matmul", "elementwise")]
     return [*decode, prefill, *other]

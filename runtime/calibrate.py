@@ -45,6 +45,8 @@ from runtime.timing import Bench, clock_name, pinned_threads
 from runtime.watch import REST
 
 PACKED = parse_method("int(bits=8)")
+EAGER_SHAPES = 5
+"""Shapes on which methods with a kernel of their own are measured without it too."""
 DEPTHS = (2, 6)
 """Layers of the models whose difference shows what one layer costs."""
 Tell = Callable[[str], None]
@@ -111,7 +113,7 @@ class Calibration:
                 try:
                     found = layer(self.bench, method, shape, self.dtype, LAYERS)
                     yield from found
-                    if any(dict(p.work)["path"] == "fused" for p in found):
+                    if any(dict(p.work)["path"] == "fused" for p in found) and shape in SHAPES[:EAGER_SHAPES]:
                         # what no kernel takes in whole (a policy that looks at weights) is decoded without one
                         slow = layer(self.bench, method, shape, self.dtype, LAYERS, eager=True)
                         yield from (p for p in slow if p.what == "decode attention")

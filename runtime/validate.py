@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -60,8 +60,12 @@ class Grid:
 
 
 def validate(grid: Grid, hf_model: nn.Module, spec: ModelSpec, profile: HardwareProfile,
-             tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+             tell: Callable[[str], None] = lambda text: None, before: Mapping[str, Any] | None = None,
+             keep: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
     """Measure the grid beside its predictions; everything as one JSON object.
+
+    before: a record of the same question whose cells are taken over instead of measured. keep: is handed the record so
+    far after each cell, so that a run that ends early can go on. Raises KvsimError where `before` is of another one.
 
     `rows` has one entry a line and a phase (`name` is `whole` for the sum), `summary` errors, coverage and order,
     `busy` whether repeats spread so much that the errors say little. Methods that this model refuses are listed in
@@ -69,12 +73,15 @@ def validate(grid: Grid, hf_model: nn.Module, spec: ModelSpec, profile: Hardware
     """
     where = next(hf_model.parameters()).device
     check_here(profile, this_machine(where))
-    rows: list[dict[str, Any]] = []
-    left_out: dict[str, str] = {}
+    about = _about(grid, spec, profile, where)
+    rows, left_out = _taken_over(before, about)
+    done = {(r["method"], r["prompt_tokens"], r["batch"]) for r in rows}
     for text in grid.methods:
         for prompt in grid.prompts:
             for batch in grid.batches:
                 tell(f"{text}, {batch} x {prompt}")
+                if (text, prompt, batch) in done or text in left_out:
+                    continue
                 case = Case(spec, profile, parse_method(text), Workload(batch, prompt, grid.steps))
                 try:
                     record = measure(case, hf_model, steps=grid.steps, repeats=grid.repeats)
@@ -82,19 +89,46 @@ def validate(grid: Grid, hf_model: nn.Module, spec: ModelSpec, profile: Hardware
                     left_out[text] = str(refused)
                     continue
                 rows += list(_beside(text, kvsim.predict(_middle(case)), record))
+                keep({**about, "left_out": dict(left_out), "rows": list(rows)})
     if not rows:
         raise KvsimError("none of the methods runs on this model: " + "; ".join(left_out.values()))
     wholes = [r["spread"] for r in rows if r["name"] == "whole" and r["phase"] == "decode"]
-    slower = slowdown(profile, where)
+    slower = max(slowdown(profile, where), float((before or {}).get("slower_than_when_calibrated", 0.0)))
+    load = _load()
+    return {
+        **about, "load": load, "spread": float(np.median(wholes)), "slower_than_when_calibrated": slower,
+        "busy": bool(np.median(wholes) > QUIET_SPREAD or slower > QUIET_SPREAD or crowded(load)),
+        "summary": figures(rows, grid.seed), "left_out": left_out, "rows": rows,
+    }
+
+
+SAME = ("kind", "machine", "profile", "threads", "clock", "versions", "model", "layers", "dtype")
+"""What two records have in common where the cells of one may stand in the other."""
+
+
+def _about(grid: Grid, spec: ModelSpec, profile: HardwareProfile, where: torch.device) -> dict[str, Any]:
+    """The question, and all that is needed to repeat it."""
     return {
         "kind": "validation", "date": datetime.date.today().isoformat(), "machine": this_machine(where).to_json(),
         "profile": {"name": profile.name, "path": profile.path, "sha256": _hash(profile.path), "date": profile.date},
-        "threads": torch.get_num_threads(), "clock": clock_name(where), "load": _load(), "versions": _versions(),
+        "threads": torch.get_num_threads(), "clock": clock_name(where), "versions": _versions(),
         "model": spec.name, "layers": spec.n_layers, "dtype": spec.dtype, "grid": vars(grid) | {"cells": len(grid)},
-        "spread": float(np.median(wholes)), "slower_than_when_calibrated": slower,
-        "busy": bool(np.median(wholes) > QUIET_SPREAD or slower > QUIET_SPREAD),
-        "summary": figures(rows, grid.seed), "left_out": left_out, "rows": rows,
     }
+
+
+def _taken_over(before: Mapping[str, Any] | None, about: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows and refusals of an earlier part of the same validation; its lengths and batches join the grid."""
+    if before is None:
+        return [], {}
+    plain = json.loads(json.dumps(about))
+    other = [name for name in SAME if before.get(name) != plain[name]]
+    if other:
+        raise KvsimError(f"the record to go on with differs in {', '.join(other)}: give --out another file")
+    grid = about["grid"]
+    for name in ("methods", "prompts", "batches"):
+        grid[name] = list(dict.fromkeys([*before["grid"][name], *grid[name]]))
+    grid["cells"] = len(grid["methods"]) * len(grid["prompts"]) * len(grid["batches"])
+    return list(before["rows"]), dict(before["left_out"])
 
 
 def slowdown(profile: HardwareProfile, where: torch.device) -> float:
@@ -130,6 +164,11 @@ def _hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else ""
 
 
+def crowded(load: Sequence[float]) -> bool:
+    """Whether more others want to run than there are processors: what they do to caches and memory, no clock shows."""
+    return bool(load) and load[0] - torch.get_num_threads() > (os.cpu_count() or 1)
+
+
 def _load() -> list[float]:
     return list(os.getloadavg()) if hasattr(os, "getloadavg") else []
 
@@ -153,12 +192,13 @@ def _versions() -> dict[str, str]:
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of torch.  [as torch has them]")
 @click.option("--steps", type=click.IntRange(4, 1000), default=12, help="Decode steps a cell.  [12]")
 @click.option("--repeats", type=click.IntRange(1, 100), default=1, help="Prompts a cell.  [1]")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Save the record as JSON.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Save the record as JSON, cell by cell.")
+@click.option("--resume", is_flag=True, help="Keep the cells that the file of --out holds, and measure the others.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw predicted against measured.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record.")
 def command(device: str, model: str, layers: int, methods: str | None, prompts: tuple[int, ...],
             batches: tuple[int, ...], on: str, dtype: str, threads: int | None, steps: int, repeats: int,
-            out: Path | None, plot: Path | None, as_json: bool) -> None:
+            out: Path | None, resume: bool, plot: Path | None, as_json: bool) -> None:
     """Say how far predictions are from what this machine does: errors, coverage of intervals, order of methods.
 
     `--against CSV` compares with measured tables from elsewhere instead.
@@ -167,19 +207,40 @@ def command(device: str, model: str, layers: int, methods: str | None, prompts: 
     for text in chosen:
         parse_method(text)
     grid = Grid(chosen, prompts, batches, steps, repeats)
+    before = _record_of(out) if resume else None
     with pinned_threads(threads):
         profile = kvsim.load_device(device)
         hf_model = load_running(model, True, dtype, layers, on)
         with progress(len(grid), "validating") as tell:
-            found = validate(grid, hf_model, named_spec(model, hf_model, dtype), profile, tell)
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            found = validate(grid, hf_model, named_spec(model, hf_model, dtype), profile, tell, before,
+                             lambda so_far: _save(so_far, out))
+    _save(found, out)
     if plot is not None:
         draw(found, plot)
     if as_json:
         print_json(found)
     else:
         print_validation(found)
+
+
+def _save(found: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def _record_of(out: Path | None) -> dict[str, Any] | None:
+    """The record of an earlier run; None where there is none yet."""
+    if out is None:
+        raise KvsimError("--resume goes on with the file of --out: name it")
+    if not out.exists():
+        return None
+    try:
+        found = json.loads(out.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise KvsimError(f"{out} cannot be gone on with: {error}") from None
+    if not isinstance(found, dict) or not {"rows", "grid", "left_out"} <= found.keys():
+        raise KvsimError(f"{out} is no record of a validation: give --out another file")
+    return found
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -223,10 +284,10 @@ def print_validation(found: dict[str, Any]) -> None:
     for method, why in found["left_out"].items():
         say(out, f"left out: {method}: {why}", style="yellow")
     if found["busy"]:
-        slower = found["slower_than_when_calibrated"]
+        slower, load = found["slower_than_when_calibrated"], ", ".join(f"{x:.1f}" for x in found["load"])
         say(out, f"note: the machine is busy (repeats of a step spread by {found['spread']:.2f}, small operations take "
-                 f"{slower:.2f} times as long as when it was calibrated): these errors are unreliable; validate again "
-                 "when it is quiet", style="bold yellow")
+                 f"{slower:.2f} times as long as when it was calibrated, load {load}): "
+                 "these errors are unreliable; validate again when it is quiet", style="bold yellow")
 
 
 def _miss(row: dict[str, Any]) -> float:

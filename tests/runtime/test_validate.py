@@ -8,11 +8,13 @@ from click.testing import CliRunner
 
 import kvsim
 from kvsim.errors import KvsimError
+from runtime import running_model
 from runtime import validate as module
 from runtime.cache import spec_of
 from runtime.device import this_machine
 from runtime.random_model import random_model
-from runtime.validate import METHODS, Grid, validate
+from runtime.timing import QUIET_SPREAD
+from runtime.validate import METHODS, Grid, crowded, validate
 from runtime.validation_stats import coverage_range, figures, order
 from tests.runtime.test_measure import CONFIG
 
@@ -95,6 +97,51 @@ def test_a_busy_machine_is_said_and_is_no_failure(here, monkeypatch):
     monkeypatch.setattr(module, "QUIET_SPREAD", 0.0)
     found = validate(Grid(("full",), (24,), (1,), steps=4), model, replace(spec_of(model), dtype="fp32"), here)
     assert found["busy"]
+
+
+def test_repeats_that_jump_make_errors_unreliable(here, monkeypatch, capsys):
+    # every other look at the clock runs three times as fast: repeats differ by a factor that no quiet machine shows
+    ticks = iter(range(10**9))
+
+    def jumpy(device):
+        import time
+
+        start = time.perf_counter()
+        return lambda: start + (time.perf_counter() - start) * (1.0 + 2.0 * (next(ticks) // 7 % 2))
+
+    monkeypatch.setattr(running_model, "clock", jumpy)
+    model = random_model(CONFIG)
+    found = validate(Grid(("full",), (24,), (1,), steps=8), model, replace(spec_of(model), dtype="fp32"), here)
+    assert found["spread"] > QUIET_SPREAD
+    assert found["busy"]
+    module.print_validation(found)
+    assert "these errors are unreliable" in " ".join(capsys.readouterr().out.split())
+
+
+def test_more_who_want_to_run_than_processors_are_noticed(monkeypatch):
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
+    assert not crowded([2.9, 9.0, 9.0])
+    assert crowded([3.2, 0.0, 0.0])
+    assert not crowded([])
+
+
+def test_a_validation_goes_on_where_a_window_ended(here, tmp_path):
+    model = random_model(CONFIG)
+    spec = replace(spec_of(model), dtype="fp32")
+    parts = []
+    first = validate(Grid(("full", "int(bits=4)"), (24,), (1,), steps=4), model, spec, here, keep=parts.append)
+    assert [len({r["method"] for r in p["rows"]}) for p in parts] == [1, 2]
+    told = []
+    both = validate(Grid(("full", "int(bits=4)"), (24, 40), (1,), steps=4), model, spec, here, told.append,
+                    json.loads(json.dumps(parts[0])))
+    assert both["grid"]["cells"] == 4
+    assert [r for r in both["rows"] if (r["method"], r["prompt_tokens"]) == ("full", 24)] == [
+        r for r in first["rows"] if r["method"] == "full"]
+    assert {(r["method"], r["prompt_tokens"]) for r in both["rows"]} == {
+        ("full", 24), ("full", 40), ("int(bits=4)", 24), ("int(bits=4)", 40)}
+    with pytest.raises(KvsimError, match="differs in threads: give --out another file"):
+        validate(Grid(("full",), (24,), (1,), steps=4), model, spec, here, before={**parts[0], "threads": 99})
 
 
 def test_nothing_that_runs_is_an_error(here):
