@@ -17,6 +17,10 @@ from kvsim.op import Op
 SMALL_KERNELS = 5
 """Kernels of a layer that only stream activations: two norms, rotation and cache write, activation, residual."""
 
+LATENT_KERNELS = 6
+"""What multi-head latent attention adds: norms of both latents, the split of rotary parts, queries into the latent's
+basis, outputs out of it, and the concatenation between."""
+
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -74,11 +78,13 @@ def products(model: ModelSpec, groups: tuple[LayerGroup, ...], tokens: Any, dtyp
         for matrix in group.layer.matrices:
             yield matmul_op(matrix, tokens, count, dtype, joint(group.layer, matrix))
         values = 6 * model.hidden_size + sum(m.out_features * m.active for m in group.layer.matrices)
+        attention = group.layer.attention
+        kernels = SMALL_KERNELS + (LATENT_KERNELS if attention is not None and attention.kind == "mla" else 0)
         yield Op(
             SMALL,
             "elementwise",
-            SMALL_KERNELS * count,
-            bytes=tokens * (2.0 * values / SMALL_KERNELS),
+            kernels * count,
+            bytes=tokens * (2.0 * values / kernels),
             keys=(("activations", 1.0),),
         )
 

@@ -28,7 +28,8 @@ from kvsim.record import Case, Record
 from kvsim.workload import Workload
 from runtime.calibrate import progress
 from runtime.device import check_here, this_machine
-from runtime.measure import DTYPES, load_running, measure, named_spec
+from runtime.measure import load_running, measure, named_spec
+from runtime.microbench import HF_DTYPES as DTYPES
 from runtime.microbench import launch
 from runtime.timing import QUIET_SPREAD, Bench, clock_name, pinned_threads
 from runtime.validation_stats import figures, inside, what
@@ -251,7 +252,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
         raise KvsimError("--plot needs matplotlib: pip install 'kvsim[notebooks]'") from None
     rows = [{**r, "what": what(r)} for r in found["rows"] if r["name"] in ("whole", "attention")]
     axes = predicted_measured(rows, group="what", name="method")
-    axes.figure.savefig(path)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.savefig(path)
 
 
 def print_validation(found: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import kvsim
 from kvsim.coefficients import Coefficient
 from kvsim.op import Op, cold_bytes, op_seconds
+from kvsim.prediction import phase_ops
 from kvsim.work import joint
 
 PEAK, STREAM = 1e12, 1e10
@@ -156,3 +157,14 @@ def test_what_servers_join():
                     "down_proj": 1.0}
     experts = kvsim.load_model("deepseek-v3").layers[10]
     assert [joint(experts, m) for m in experts.matrices if "experts" in m.name] == [2.0, 2.0, 1.0] * 2
+
+
+def test_latent_attention_has_more_small_kernels():
+    def small(name):
+        case = kvsim.Case(kvsim.load_model(name), kvsim.load_device("h200-sxm"), kvsim.parse_method("full"),
+                          kvsim.Workload(1, 64, 0))
+        return sum(op.count for op in phase_ops(case, "decode") if op.keys and op.keys[0][0] == "activations")
+
+    # 32 layers of 5; 61 of 5 and 6
+    assert small("llama-3.1-8b") == 160
+    assert small("deepseek-v3") == 671
