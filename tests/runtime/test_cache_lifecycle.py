@@ -114,18 +114,11 @@ def test_what_a_cache_does_not_do():
         hidden[0, 40] = 0
         with pytest.raises(KvsimError, match="masked out"):
             logits(model, ids[:, :1], cache, attention_mask=hidden)
-        cache.reset()
-        model.train()
-        try:
-            model.config.attention_dropout = 0.1
-            for layer in model.model.layers:
-                layer.self_attn.attention_dropout = 0.1
-            with pytest.raises(KvsimError, match="eval mode"):
-                logits(model, ids, cache)
-        finally:
-            model.eval()
-            for layer in model.model.layers:
-                layer.self_attn.attention_dropout = 0.0
+    model = deepcopy(model).train()  # shared models stay in eval mode
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with CompressedCache("int(bits=4)", model) as cache, pytest.raises(KvsimError, match="eval mode"):
+        logits(model, ids, cache)
 
 
 def test_prompt_and_decode_under_different_modes():
