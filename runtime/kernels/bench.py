@@ -20,9 +20,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from kvsim.errors import KvsimError
 from kvsim.method import parse_method
 from runtime import kernels
 from runtime.attention import Rule, attend
+from runtime.kernels import bench_cuda
 from runtime.kernels.load import Library, library
 from runtime.kernels.pages import planned
 from runtime.kernels.plans import Plan
@@ -148,28 +150,45 @@ def timed(found: list[Way], rounds: int) -> list[list[float]]:
 
 
 @click.command()
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Whose kernels.  [cpu]")
+@click.option("--batch", default=8, help="Sequences, with --on cuda.")
 @click.option("--heads", default=8, help="KV heads.")
 @click.option("--queries", default=4, help="Query heads of each.")
 @click.option("--width", default=128, help="Width of a head.")
-@click.option("--tokens", default=16_384, help="Tokens held.")
+@click.option("--tokens", type=int, help="Tokens held.  [16384; with --on cuda 32768]")
 @click.option("--threads", default=2, help="Threads.")
 @click.option("--rounds", default=40, help="Repetitions, all ways alternating.")
 @click.option("--methods", default=";".join(METHODS), help="Methods, split at semicolons.")
 @click.option("--eager", is_flag=True, help="Time the eager versions too.")
 def main(
-    heads: int, queries: int, width: int, tokens: int, threads: int, rounds: int, methods: str, eager: bool
-) -> None:
+    on: str, batch: int, heads: int, queries: int, width: int, tokens: int | None, threads: int, rounds: int,
+    methods: str, eager: bool,
+) -> None:  # fmt: skip
     """Time one step's attention over a packed cache."""
+    if on == "cuda":
+        with torch.inference_mode():
+            sizes = (batch, heads, queries, width, tokens or 32_768)
+            try:
+                found_table = bench_cuda.table(sizes, tuple(methods.split(";")), rounds)
+            except KvsimError as error:
+                raise click.ClickException(str(error)) from None
+        Console(width=140).print(found_table)
+        return
+    on_cpu(Shape(heads, queries, width, tokens or 16_384), threads, rounds, tuple(methods.split(";")), eager)
+
+
+def on_cpu(shape: Shape, threads: int, rounds: int, methods: tuple[str, ...], eager: bool) -> None:
+    """Print the table of the CPU's kernels."""
     torch.set_num_threads(threads)
-    shape = Shape(heads, queries, width, tokens)
     stream = torch.ones(STREAM_BYTES // 4)
     with torch.inference_mode():
-        found = [*ways(shape, tuple(methods.split(";")), eager), Way("read", stream.sum, STREAM_BYTES)]
+        found = [*ways(shape, methods, eager), Way("read", stream.sum, STREAM_BYTES)]
         seconds = timed(found, rounds)
     read, reads = found.pop(), seconds.pop()
     bandwidth = read.nbytes / min(reads)
     rate = multiply_rate() * threads
-    table = Table(title=f"{heads} KV heads x {queries} queries x {width}, {tokens:,} tokens, {threads} threads, "
+    table = Table(title=f"{shape.heads} KV heads x {shape.queries} queries x {shape.width}, {shape.tokens:,} tokens, "
+                        f"{threads} threads, "
                         f"{rounds} rounds; reading {bandwidth / 1e9:.1f} GB/s at best, "
                         f"{read.nbytes / statistics.median(reads) / 1e9:.1f} in the median; "
                         f"{rate / 1e9:.1f} G vector products/s")  # fmt: skip
