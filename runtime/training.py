@@ -33,10 +33,8 @@ from runtime.training_gates import (
 )
 from runtime.training_student import Rows, logits
 
-STIFF = 50.0
-"""Weight of the squared relative miss of the byte target while gates are open."""
-LEARN = 0.1
-"""How fast the price of bytes follows the miss."""
+MOMENTUM = 0.9
+"""Of the gates: one text says little about a layer's bits."""
 
 
 PIECES = 8
@@ -60,8 +58,8 @@ class Recipe:
     gates: int = 120
     prompt: int = 256
     scored: int = 256
-    rate: float = 1e-3
-    gate_rate: float = 0.03
+    rate: float = 1e-4
+    gate_rate: float = 0.1
     at: int = 1152
     seed: int = 0
     texts: int = 48
@@ -269,25 +267,41 @@ class Training:
         with torch.enable_grad():
             out = logits(self.model, lesson.found, self.rows, self.geometries, self.rotations)
             kl = lesson.divergence(out)
-            loss, rate = kl, 1.0
-            if self.gates:
-                over = sum((g.cost() for g in self.gates.values()), torch.zeros(())) / self.budget - 1
-                loss, rate = kl + self.price * over + STIFF / 2 * over.square(), 1 + float(over.detach())
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            kl.backward()
         optimizer.step()
-        for gate in self.gates.values():
-            with torch.no_grad():
-                gate.rank.clamp_(gate.step, gate.whole + 2 * gate.slope)
-                if gate.bits is not None:
-                    gate.bits.copy_(gate.width())
-        if self.gates:
-            self.price = max(0.0, self.price + LEARN * STIFF * (rate - 1))
+        rate = self._move_gates() if self.gates else 1.0
         self.losses.append(float(kl.detach()))
         self.step += 1
         if self.gates and self.step == self.recipe.gates:
             self.harden()
         return self.losses[-1], rate
+
+    def _move_gates(self) -> float:
+        """One step of the gates along KL + price * bytes; soft bytes over the budget's are returned.
+
+        All move in units of bits, by one common size, so that what the loss hardly sees hardly moves. The price is the
+        multiplier that leaves bytes as they are: the part of KL's slope along that of bytes.
+        """
+        moving = [(g, t, self._span() if t is g.rank else 1.0) for g in self.gates.values() for t in g.soft()]
+        with torch.enable_grad():
+            over = torch.stack([g.cost() for g in self.gates.values()]).sum() / self.budget - 1
+            costs = torch.autograd.grad(over, [t for _, t, _ in moving])
+        unit = torch.tensor([u for *_, u in moving])
+        slope = torch.stack([t.grad if t.grad is not None else torch.zeros(()) for _, t, _ in moving]) * unit
+        cost, miss = torch.stack(costs) * unit, float(over.detach())
+        self.price = float(-(slope @ cost) / (cost @ cost))
+        way = slope + self.price * cost
+        speed = torch.stack([t for g in self.gates.values() for t in g.speeds()])
+        speed = MOMENTUM * speed + (1 - MOMENTUM) * way / way.square().mean().sqrt().clamp_min(1e-12)
+        # along the slope of bytes, half of what the budget is missed by is made up at once
+        step = self.recipe.gate_rate * self._fall() * speed + 0.5 * miss * cost / (cost @ cost)
+        with torch.no_grad():
+            for (gate, tensor, _), moved, fast in zip(moving, step * unit, speed, strict=True):
+                tensor.sub_(moved)
+                tensor.grad = None
+                gate.keep(tensor, fast)
+        return 1 + miss
 
     def _lesson(self) -> Lesson:
         """The text of a step: every pass over the pieces in an order of its own."""
@@ -301,22 +315,19 @@ class Training:
         return self.lessons[piece]
 
     def ready(self) -> torch.optim.Adam:
-        """The optimizer with this step's rates: a cosine down to a tenth within each stage, after a short rise."""
-        recipe = self.recipe
-        first, last = (0, recipe.gates) if self.gates else (recipe.gates, recipe.steps)
-        done = (self.step - first) / max(1, last - first)
-        fall = 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+        """The optimizer of the factors, with this step's rate."""
         if self.optimizer is None:
-            groups = [{"params": [t for r in self.rows.values() for t in (r.encoder, r.decoder)]}]
-            groups += [{"params": [g.rank for g in self.gates.values()]}] if self.gates else []
-            widths = [g.bits for g in self.gates.values() if g.bits is not None]
-            groups += [{"params": widths}] if widths else []
-            self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
-        rise = min(1.0, (self.step - first + 1) / 10)
-        steps = [recipe.rate * rise, recipe.gate_rate * self._span(), recipe.gate_rate]
-        for group, rate in zip(self.optimizer.param_groups, steps, strict=False):
-            group["lr"] = rate * fall
+            factors = [t for r in self.rows.values() for t in (r.encoder, r.decoder)]
+            self.optimizer = torch.optim.Adam(factors, betas=(0.9, 0.99))
+        first = 0 if self.gates else self.recipe.gates
+        rise = min(1.0, (self.step - first + 1) / 5)
+        self.optimizer.param_groups[0]["lr"] = self.recipe.rate * rise * self._fall()
         return self.optimizer
+
+    def _fall(self) -> float:
+        """A cosine down to a tenth within each stage."""
+        first, last = (0, self.recipe.gates) if self.gates else (self.recipe.gates, self.recipe.steps)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * (self.step - first) / max(1, last - first)))
 
     def _span(self) -> float:
         """Coefficients for a bit: what a gate's rank moves while its bits move by one."""

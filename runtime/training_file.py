@@ -92,6 +92,7 @@ def _parameters(training: Training) -> list[tuple[str, Tensor]]:
         found.append((f"{name_of(key)}.rank", gate.rank))
         if gate.bits is not None:
             found.append((f"{name_of(key)}.bits", gate.bits))
+        found += [(f"{name_of(key)}.rank_speed", gate.rank_speed), (f"{name_of(key)}.bits_speed", gate.bits_speed)]
     return found
 
 
@@ -133,6 +134,7 @@ def _put_back(training: Training, metadata: dict[str, str], tensors: Tensors) ->
         gate = training.gates[key]
         gate.rank = tensors[f"{name_of(key)}.rank"].requires_grad_()
         gate.bits = tensors[f"{name_of(key)}.bits"].requires_grad_() if gate.bits is not None else None
+        gate.rank_speed, gate.bits_speed = (tensors[f"{name_of(key)}.{n}_speed"] for n in ("rank", "bits"))
         training.rows[key] = training.soft(gate, *found)
     training.step, training.price = int(metadata["step"]), float(metadata["price"])
     training.losses = json.loads(metadata["losses"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,25 @@ class Gate:
     rows: int
     rank: Tensor
     bits: Tensor | None
+    rank_speed: Tensor = field(default_factory=lambda: torch.zeros(()))
+    bits_speed: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def soft(self) -> list[Tensor]:
+        """What is learned of it."""
+        return [self.rank] if self.bits is None else [self.rank, self.bits]
+
+    def speeds(self) -> list[Tensor]:
+        """How each of those moves, in bits a step."""
+        return [self.rank_speed, self.bits_speed][: len(self.soft())]
+
+    def keep(self, moved: Tensor, speed: Tensor) -> None:
+        """Within bounds after a step."""
+        if moved is self.rank:
+            moved.clamp_(self.step, self.whole + 2 * self.slope)
+            self.rank_speed = speed.detach().clone()
+        else:
+            moved.clamp_(WIDTHS[0], WIDTHS[-1])
+            self.bits_speed = speed.detach().clone()
 
     @property
     def step(self) -> int:

@@ -24,7 +24,7 @@ from runtime.training_gates import open_gate, rounded, row_bytes, with_choice
 from runtime.training_student import logits
 
 METHOD = "palu(rank=16) | int(bits=4,group=8)"
-RECIPE = Recipe(METHOD, steps=6, gates=3, prompt=24, scored=16, at=96, texts=4, gate_rate=0.8)
+RECIPE = Recipe(METHOD, steps=6, gates=3, prompt=24, scored=16, at=96, texts=4, gate_rate=2.0)
 
 
 def tiny(seed=0, layers=3):
