@@ -16,7 +16,7 @@ from kvsim.cli_options import Asked, asks, json_option, print_json
 @batch_option
 @json_option
 def codesign_command(asked: Asked, method: str, prompt: int, new: int, batch: int, as_json: bool) -> None:
-    """Say which added hardware would remove a decode step's bottleneck, from which rate on."""
+    """Say which added hardware would speed up a step."""
     from kvsim.codesign import codesign
 
     case = asked.case(method, batch, prompt, new)
@@ -66,7 +66,7 @@ def _rate(value: float | None) -> str:
 @json_option
 def multimodal_command(asked: Asked, segments: str, methods: str | None, space: int, frames: int, audio: int, new: int,
                        batch: int, as_json: bool) -> None:  # fmt: skip
-    """Predict prompts of text, images, video and audio with modality-aware policies."""
+    """Predict prompts of text, pictures, films and sound."""
     from kvsim.multimodal import answers, pooled
 
     model, device = asked.load()

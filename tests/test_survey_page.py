@@ -1,5 +1,6 @@
 """The page "the survey, checked" speaks only of what exists."""
 
+import json
 import re
 from pathlib import Path
 
@@ -109,3 +110,45 @@ def test_every_error_has_its_test():
     assert all(re.search(r"`test_\w+`", row) for row in rows if "---" not in row)
     found = [row.split("|")[1].strip() for row in rows]
     assert all(found.count(section) >= count for section, count in WRONG.items())
+
+
+def test_codesign_figures_are_those_computed():
+    from kvsim.codesign import codesign
+
+    work = kvsim.Workload(16, 32_768, 0)
+    found = codesign(kvsim.Case(kvsim.load_model("llama-3.1-8b"), kvsim.load_device("h100-sxm"),
+                                kvsim.parse_method("int(bits=4)"), work), ("int4",))  # fmt: skip
+    text = part_of("7.4 Hardware co-design")
+    for one in found.added:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {one.name} "))
+        step, limit = (float(x) for x in re.findall(r"([\d.]+) ms", row))
+        # coefficients fitted anew may move a figure a little
+        assert step == pytest.approx(one.step_s * 1e3, rel=0.2)
+        assert limit == pytest.approx(one.limit_s * 1e3, rel=0.2)
+        assert (one.least is None) == ("nothing to gain" in row)
+    rate = float(re.search(r"Break-even with bf16 is ([\d.]+) T", text)[1])
+    assert rate == pytest.approx(found.formats[0].even / 1e12, rel=0.2)
+
+
+def test_the_converters_are_those_measured():
+    found = json.loads((ROOT / "tests/data/measured/converter.json").read_text("utf-8"))
+    text = part_of("7.4 Hardware co-design")
+    rows = re.findall(r"\| (none|\d+ pairs) \| ([\d.]+) G \| ([\d.]+) ms \| ([\d.]+) ms \|", text)
+    assert len(rows) == len(found["converters"])
+    for (_, rate, predicted, measured), one in zip(rows, found["converters"], strict=True):
+        assert float(rate) == pytest.approx(one["rate"] / 1e9, rel=0.01)
+        assert float(predicted) == pytest.approx(one["predicted_s"] * 1e3, rel=0.01)
+        assert float(measured) == pytest.approx(one["measured_s"] * 1e3, rel=0.01)
+        assert one["predicted_s"] == pytest.approx(one["measured_s"], rel=0.25)  # what the page claims
+    assert f"median error is {found['error']:.0%}" in text
+
+
+def test_modal_figures_are_those_measured():
+    found = json.loads((ROOT / "tests/data/measured/multimodal.json").read_text("utf-8"))
+    assert all(r["held_bytes"] == r["predicted_bytes"] for r in found)
+    rows = re.findall(r"\| (image|video|audio) \| (\d+)% \| ([^|]+) \| ([\d.]+) \| ([\d.]+)% \|",
+                      part_of("7.5 Multimodal"))  # fmt: skip
+    assert len(rows) >= 20
+    for kind, share, family, kl, right in rows:
+        near = [r for r in found if r["kind"] == kind and r["family"] == family and abs(r["share"] * 100 - int(share)) < 1]
+        assert any(f"{r['kl']:.3f}" == kl and f"{r['right']:.1%}" == f"{right}%" for r in near), (kind, family, share)
