@@ -76,6 +76,20 @@ def test_every_section_of_the_survey_has_its_line():
     assert [n for n in numbers.split() if f"| {n} |" not in table] == []
 
 
+def test_every_direction_has_its_lines():
+    rows = [line for line in part_of("Directions").splitlines() if line.startswith("| 7.")]
+    found = [row.split("|")[1].strip() for row in rows]
+    assert all(found.count(f"7.{i}") == 3 for i in range(1, 7))
+    assert all(re.search(r"`kvsim \w+", row) and re.search(r"`(kvsim|runtime)/[\w/]+\.py`", row) for row in rows)
+
+
+def test_commands_of_the_page_exist():
+    from kvsim.cli import main
+
+    named = {m for code in CODE for m in re.findall(r"^kvsim (\w+)", code)}
+    assert {"codesign", "multimodal", "compare", "quality"} <= named <= set(main.commands)
+
+
 def test_every_formula_has_its_test():
     rows = [line for line in part_of("Formulas").splitlines() if line.startswith("| ")][2:]
     assert len(rows) >= 21
@@ -150,5 +164,6 @@ def test_modal_figures_are_those_measured():
                       part_of("7.5 Multimodal"))  # fmt: skip
     assert len(rows) >= 20
     for kind, share, family, kl, right in rows:
-        near = [r for r in found if r["kind"] == kind and r["family"] == family and abs(r["share"] * 100 - int(share)) < 1]
+        mine = [r for r in found if (r["kind"], r["family"]) == (kind, family)]
+        near = [r for r in mine if abs(r["share"] * 100 - int(share)) < 1]
         assert any(f"{r['kl']:.3f}" == kl and f"{r['right']:.1%}" == f"{right}%" for r in near), (kind, family, share)
