@@ -19,12 +19,16 @@ NOTE_BYTES = 8
 
 @dataclass(frozen=True)
 class HeadState:
-    """One head of one side: the row from which each kept direction has coefficients; rows written; rows in the tail."""
+    """One head of one side: the row from which each kept direction has coefficients; rows written; rows in the tail.
+
+    centred: a mean row is held, which rows are written without.
+    """
 
     width: int
     births: tuple[int, ...]
     rows: int
     tail: int
+    centred: bool = False
 
     @property
     def rank(self) -> int:
@@ -32,8 +36,8 @@ class HeadState:
         return len(self.births)
 
     def bytes(self, value_bits: int) -> int:
-        """Directions (`width` values each), a coefficient for every row since its birth, notes, and the full tail."""
-        values = sum(self.width + self.rows - b for b in self.births) + self.tail * self.width
+        """Directions (`width` values each), a coefficient for every row since its birth, notes, mean, and full tail."""
+        values = sum(self.width + self.rows - b for b in self.births) + (self.tail + self.centred) * self.width
         return values * value_bits // 8 + NOTE_BYTES * self.rank
 
 

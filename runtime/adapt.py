@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from kvsim.portions import LATER, Portions, parse_portions
 from kvsim.tasks import TASKS, labels_for, portions_for
 from runtime.cache import spec_of
 from runtime.quality_run import rounded
-from runtime.quality_subjects import Subject, Text
+from runtime.quality_subjects import Subject
 from runtime.requests import Request, class_weights, outcome, retrievals, texts, told
-from runtime.shipped import finish, labelled
+from runtime.shipped import earlier, finish, labelled, write
 
 FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=expected,recent=0)",
               "topk(budget=0.25,score=mutual_information)", "topk(budget=0.25,score=random)")
@@ -114,12 +114,15 @@ def adaptations(spec: ModelSpec, request: Request, weigh: Mapping[str, float], r
     ]
 
 
-def compare(
-    subject: Subject, requests: Sequence[Request], weigh: Mapping[str, float], tell: Any
-) -> list[dict[str, Any]]:
-    """Every fixed and every adapting method on every request: one row a method and request."""
-    spec, found = spec_of(subject.model), []
+def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, float],
+            done: Sequence[Mapping[str, Any]] = ()) -> Iterator[list[dict[str, Any]]]:
+    """Every fixed and every adapting method on every request: one row a method; rows that are done are given again."""
+    spec = spec_of(subject.model)
     for i, request in enumerate(requests):
+        found = [dict(r) for r in done if r["request"] == i]
+        if found:
+            yield found
+            continue
         limits = {"rows": fixed_bytes(spec, FIXED_ROWS[0], request), "bits": fixed_bytes(spec, FIXED_BITS[0], request)}
         base = {"request": i, "kind": request.kind, "prompt": request.prompt, "depth": request.depth,
                 "entropy": round(request.entropy, 4)}
@@ -136,8 +139,7 @@ def compare(
                 raise KvsimError(f"adapt: {own.name} holds {done.held} bytes, predicted {predicted} of {limits[level]}")
             found.append(base | {"level": level, "way": "adapted", "method": own.name, "limit": limits[level],
                                  "portions": str(own.portions)} | told(done))
-        tell(i, request)
-    return found
+        yield found
 
 
 def controlled(rows: Sequence[Mapping[str, Any]], spec: ModelSpec, share: float) -> dict[str, Any]:
@@ -198,12 +200,13 @@ def _price(spend: Any, limit: int) -> float:
 @click.option("--each", type=Count(), default=2, metavar="N", help="Pieces of each length.  [2]")
 @click.option("--scored", type=Count(), default=48, metavar="K", help="Tokens after them that are scored.  [48]")
 @click.option("--context", type=Count(), default=384, metavar="T", help="Tokens of a retrieval task's context.  [384]")
+@click.option("--cases", type=Count(), default=1, metavar="N", help="Cases of every task and depth.  [1]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the tasks.  [0]")
 @click.option("--share", type=float, default=0.15, help="Memory of a request, of the longest one in full.  [0.15]")
-@click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON.")
+@click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON; what it holds already stays.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def command(model: str, text_file: str | None, lengths: str, each: int, scored: int, context: int, seed: int,
-            share: float, out: str | None, as_json: bool) -> None:
+def command(model: str, text_file: str | None, lengths: str, each: int, scored: int, context: int, cases: int,
+            seed: int, share: float, out: str | None, as_json: bool) -> None:
     """Measure here what adapting to content, task and request buys at equal bytes."""
     from runtime.quality_subjects import load_subject, load_text
 
@@ -212,27 +215,23 @@ def command(model: str, text_file: str | None, lengths: str, each: int, scored: 
     text = load_text(subject.tokenizer, text_file)
     sizes = [int(x) for x in lengths.split(",")]
     pieces = text.between(each * len(sizes), max(sizes) + scored + 1, 3, 256)
-    requests = interleaved(texts(subject, text, sizes, each, scored), retrievals(subject, text, context, 1, seed))
+    requests = interleaved(texts(subject, text, sizes, each, scored), retrievals(subject, text, context, cases, seed))
 
-    def tell(i: int, request: Request) -> None:
-        click.echo(f"{i + 1} of {len(requests)}: {request.kind}, {request.prompt} tokens", err=True)
-
-    finish(report(subject, text, requests, pieces, seed, share, tell), out, as_json)
+    weigh = class_weights(subject, pieces)
+    result = labelled("adapt", subject, text, seed) | {
+        "lengths": sizes, "each": each, "scored": scored, "context": context, "cases": cases, "requests": len(requests),
+        "class_weights": {k: rounded(v / max(weigh.values())) for k, v in weigh.items()},
+    }
+    done, result["rows"] = earlier(result, out), []
+    for request, rows in zip(requests, compare(subject, requests, weigh, done), strict=True):
+        result["rows"] += rows
+        write(result, out)
+        click.echo(f"{rows[0]['request'] + 1} of {len(requests)}: {request.kind}, {request.prompt} tokens", err=True)
+    result["controller"] = controlled(result["rows"], spec_of(subject.model), share)
+    finish(result, out, as_json)
 
 
 def interleaved(first: list[Request], second: list[Request]) -> list[Request]:
     """Both lists spread evenly among each other, in their orders: so do requests come."""
     placed = [((i + 0.5) / len(x), r) for x in (first, second) for i, r in enumerate(x)]
     return [r for _, r in sorted(placed, key=lambda p: p[0])]
-
-
-def report(subject: Subject, text: Text, requests: Sequence[Request], pieces: Sequence[torch.Tensor], seed: int,
-           share: float, tell: Any) -> dict[str, Any]:
-    """The whole result: rows, learned weights of classes, and the controller."""
-    weigh = class_weights(subject, pieces)
-    rows = compare(subject, requests, weigh, tell)
-    return labelled("adapt", subject, text, seed) | {
-        "requests": len(requests), "class_weights": {k: rounded(v / max(weigh.values())) for k, v in weigh.items()},
-        "rows": rows, "controller": controlled(rows, spec_of(subject.model), share),
-    }
-

@@ -3,7 +3,9 @@
 A head's rows are coefficients on an orthonormal dictionary. New rows wait in full precision; every so many, their
 energy is added to the directions' running spectra, the rest of them proposes new directions, and one choice over all
 layers, sides and heads keeps what carries most a byte. A direction that goes takes its coefficients along; one that
-comes has coefficients from its rows on.
+comes has coefficients from its rows on. The prompt's mean row is held apart: in keys it changes no softmax, in values
+it passes through, and a direction spent on it would be lost. So are the first rows, in full precision: attention rests
+on them, and their keys are unlike all others.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Head:
     energy: Tensor
     births: Tensor
     columns: list[Tensor] = field(default_factory=list)
+    mean: Tensor | None = None
     rows: int = 0
 
     def groups(self) -> list[tuple[int, Tensor]]:
@@ -54,7 +57,7 @@ class Head:
         out = torch.zeros((self.rows, self.basis.shape[1]), device=self.basis.device)
         for (birth, basis), column in zip(self.groups(), self.columns, strict=True):
             out[birth:] += column.float() @ basis.float()
-        return out
+        return out if self.mean is None else out + self.mean.float()
 
     def keep(self, kept: Tensor) -> None:
         """Only the directions `kept` [r]."""
@@ -82,6 +85,7 @@ class Head:
         """(name, tensor) of everything held."""
         yield from (("basis", self.basis), ("energy", self.energy), ("births", self.births))
         yield from (("rows", column) for column in self.columns)
+        yield from () if self.mean is None else (("mean", self.mean),)
 
 
 @dataclass
@@ -111,6 +115,7 @@ class DynamicLayer(CompressedLayer):
         super().reset()
         self.heads: dict[str, list[Head]] = {}
         self.tails: dict[str, Tensor] = {}
+        self.first: dict[str, Tensor] = {}
 
     def attend(self, query: Tensor, padding: Tensor | None, rule: Rule) -> Tensor:
         """Attention of the pending rows' queries; later rows join the tail."""
@@ -136,14 +141,21 @@ class DynamicLayer(CompressedLayer):
     def read(self, side: str) -> Tensor:
         """All rows [B, H, n, d]."""
         tail, heads = self.tails[side], self.heads[side]
+        first = self.first[side] if side in self.first else tail[:, :, :0]
         if not heads[0].rows:
-            return tail
+            return torch.cat([first, tail], dim=2)
         old = torch.stack([h.read() for h in heads]).unflatten(0, tail.shape[:2])
-        return torch.cat([old.to(tail.dtype), tail], dim=2)
+        return torch.cat([first, old.to(tail.dtype), tail], dim=2)
+
+    def split_first(self, count: int) -> None:
+        """Take the first rows out of the tail for good."""
+        self.first = {side: x[:, :, :count].clone() for side, x in self.tails.items()}
+        self.tails = {side: x[:, :, count:].clone() for side, x in self.tails.items()}
 
     def states(self) -> list[HeadState]:
         """What each head of both sides holds, sequence by sequence."""
-        return [HeadState(h.basis.shape[1], tuple(h.births.tolist()), h.rows, self.tails[side].shape[2])
+        full = {side: x.shape[2] + (self.first[side].shape[2] if self.first else 0) for side, x in self.tails.items()}
+        return [HeadState(h.basis.shape[1], tuple(h.births.tolist()), h.rows, full[side], h.mean is not None)
                 for side in self.heads for h in self.heads[side]]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -165,7 +177,8 @@ class DynamicLayer(CompressedLayer):
     def held(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """(name, shape, live bytes, bytes of the storage) of every tensor."""
         for side, heads in self.heads.items():
-            found = [("tail", self.tails[side]), *(pair for h in heads for pair in h.tensors())]
+            apart = [("first", self.first[side])] if self.first else []
+            found = [("tail", self.tails[side]), *apart, *(pair for h in heads for pair in h.tensors())]
             for name, x in found:
                 yield f"{side}.{name}", tuple(x.shape), x.nbytes, x.untyped_storage().nbytes()
 
@@ -183,6 +196,8 @@ class DynamicRankCache(CompressedCache):
         weights: importance of a squared error in (layer, side, head), [layers, 2, heads]; None: all alike.
         mode: dynamic decides again whenever `every` rows wait; static decides once, after the prompt, so that
             `horizon` more tokens fit; uniform gives every head of both sides the same rank, as static otherwise.
+        centre: hold the prompt's mean row apart; False: directions must carry it, as in `svd`.
+        sinks: first rows that stay in full precision.
         ranks: [layers, 2, heads] directions to be kept after the prompt instead of deciding, with mode static.
 
     `nbytes()` equals `kvsim.ranks.cache_bytes(cache.states(), bits)` and, fed at most `every` tokens at a time, never
@@ -190,8 +205,9 @@ class DynamicRankCache(CompressedCache):
     """
 
     def __init__(self, hf_model: nn.Module, share: float, *, weights: Tensor | None = None, mode: Mode = "dynamic",
-                 every: int = 32, horizon: int = 0, ranks: Any = None) -> None:
+                 every: int = 32, horizon: int = 0, ranks: Any = None, centre: bool = True, sinks: int = 4) -> None:
         super().__init__("full", hf_model)
+        self.centre, self.sinks = centre, sinks
         self.share, self.mode, self.every, self.horizon, self.ranks = share, mode, every, horizon, ranks
         limit_bytes(self.spec, share, 1, 16)
         count = len(self.layers)
@@ -226,6 +242,10 @@ class DynamicRankCache(CompressedCache):
         first = not self.layers[0].heads["k"][0].rows
         if not waiting or (not first and waiting < self.every):
             return
+        if first:
+            for layer in self.layers:
+                layer.split_first(min(self.sinks, max(0, waiting - 1)))
+            waiting = self.layers[0].tails["k"].shape[2]
         for b in range(self.layers[0].batch_size):
             self._decide_for(b, first, waiting)
         for layer in self.layers:
@@ -257,6 +277,9 @@ class DynamicRankCache(CompressedCache):
     def _proposal(self, layer: int, side: str, at: int, first: bool) -> Proposal:
         head, tail = self.layers[layer].heads[side][at], self.layers[layer].tails[side]
         new = wide(tail.flatten(0, 1)[at])
+        if self.centre:
+            head.mean = new.mean(0).to(tail.dtype) if head.mean is None else head.mean
+            new = new - head.mean.float()
         basis = head.basis.float()
         inside = new @ basis.mT
         running = head.energy + inside.square().sum(0)
@@ -273,7 +296,10 @@ class DynamicRankCache(CompressedCache):
         width = proposals[0].added.shape[1]
         before = proposals[0].head.rows
         total = before + waiting + (self.horizon if self.mode != "dynamic" else 0)
-        limit = limit_bytes(self.spec, self.share, total, self.bits) - self._reserve()
+        apart = self.layers[0].first["k"].shape[2]
+        limit = limit_bytes(self.spec, self.share, total + apart, self.bits) - self._reserve()
+        limit -= self.spec.cache_bytes(apart, 1, self.bits)
+        limit -= self.centre * len(proposals) * width * self.bits // 8
         if self.mode == "uniform":
             rank = limit // (direction_bytes(width, total, self.bits) * len(proposals))
             return [torch.arange(len(p.gain)) < rank for p in proposals]

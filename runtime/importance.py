@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,13 @@ from runtime.gradients import KINDS, gradient_scores
 from runtime.parts import Prompt
 from runtime.quality_forced import take_prompt
 from runtime.quality_reference import Reference
-from runtime.quality_run import Bench, Sizes, rounded
+from runtime.quality_run import Bench, Sizes, interval, rounded
+from runtime.quality_scoring import score as quality
 from runtime.running_model import run
-from runtime.shipped import finish, labelled
+from runtime.shipped import earlier, finish, labelled, write
 
 STEPS = 12
 """Decode steps that are timed of a running score."""
-NO_WORK = ("random",)
 
 
 def methods(budget: float, names: Sequence[str] | None = None) -> list[tuple[Score, str, Method]]:
@@ -46,17 +46,23 @@ def methods(budget: float, names: Sequence[str] | None = None) -> list[tuple[Sco
 
 
 def report(bench: Bench, device: HardwareProfile, budget: float = 0.25, names: Sequence[str] | None = None,
-           timed: bool = True) -> Iterator[dict[str, Any]]:
+           timed: bool = True, done: Sequence[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
     """One row a score and protocol, all at the same number of rows.
 
     Bytes: what the cache holds after the prompt beside the rows themselves, predicted and held. flops, seconds:
     ranking and choosing the rows of one prompt in all layers, predicted (`<policy> selection` of the record) and
     measured; of a running score also one step. backward_seconds: the pass that gradients presuppose. KL and top-1 on
-    the bench's held-out tokens.
+    the bench's held-out tokens. done: rows of an earlier run, given as they are.
     """
-    first = bench.reference.of(slice(0, 1))
+    first, known = bench.reference.of(slice(0, 1)), {(r["score"], r["when"]): r for r in done}
+    learned: dict[str, Any] = {}
     for score, when, method in methods(budget, names):
-        tensors = bench._calibration(method)
+        if (score.name, when) in known:
+            yield dict(known[score.name, when])
+            continue
+        if score.name not in learned:
+            learned[score.name] = bench._calibration(method)
+        tensors = learned[score.name]
         outside, backward = _outside(bench, score, first)
         record = predicted(bench.spec, device, method, first)
         held, plain = _held(bench, method, first, tensors, outside), _held(bench, _by_norm(budget), first, None, None)
@@ -73,9 +79,19 @@ def report(bench: Bench, device: HardwareProfile, budget: float = 0.25, names: S
             row |= _costs(record, "decode", "topk step", "step_")
             if timed:
                 row["step_measured_seconds"] = rounded(_step_seconds(bench, method, first, tensors))
-        found = bench.measure(method)
-        row |= {k: getattr(found, k) for k in ("kl", "kl_low", "kl_high", "top1", "ppl_ratio", "segment_kl")}
-        yield row
+        yield row | _quality(bench, method, tensors)
+
+
+def _quality(bench: Bench, method: Method, tensors: Any) -> dict[str, Any]:
+    """KL, agreement and perplexity on all segments, with a 95% interval of the KL."""
+    outside = bench._scores(method, bench.sizes.segments)
+    found = quality(bench.subject.model, bench.reference, method, calibration=tensors, seed=bench.sizes.seed,
+                    outside=outside)
+    kl, low, high = interval(found.kl)
+    return {"kl": rounded(kl), "kl_low": rounded(max(0.0, low)), "kl_high": rounded(high),
+            "top1": rounded(float(found.top1.mean())),
+            "ppl_ratio": rounded(float((found.nll - found.full_nll).mean().exp())),
+            "segment_kl": [rounded(float(x), 3) for x in found.kl]}
 
 
 def predicted(spec: ModelSpec, device: HardwareProfile, method: Method, found: Reference) -> Record:
@@ -153,7 +169,7 @@ def _step_seconds(bench: Bench, method: Method, first: Reference, tensors: Any) 
 @click.option("--scored", type=Count(), default=128, metavar="K", help="Tokens after them that are scored.  [128]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the random baseline and of training.  [0]")
 @click.option("--device", metavar="FILE", help="A profile that `kvsim calibrate` wrote here.  [a second of measuring]")
-@click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON.")
+@click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON; what it holds already stays.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(model: str, text_file: str | None, scores: str | None, budget: float, segments: int, prompt: int,
             scored: int, seed: int, device: str | None, out: str | None, as_json: bool) -> None:
@@ -166,12 +182,12 @@ def command(model: str, text_file: str | None, scores: str | None, budget: float
     text = load_text(subject.tokenizer, text_file)
     bench = Bench(subject, text, Sizes(segments, prompt, scored, seed=seed))
     profile = kvsim.load_device(device) if device else here()
-    rows = []
-    for row in report(bench, profile, budget, scores.split(",") if scores else None):
-        rows.append(row)
-        click.echo(f"{row['when']:8} {row['score']:20} KL {row['kl']:g}", err=True)
     found = labelled("importance", subject, text, seed) | {
-        "budget": budget, "segments": segments, "prompt": prompt, "scored": scored, "device": profile.name,
-        "rows": rows,
+        "budget": budget, "segments": segments, "prompt": prompt, "scored": scored, "device": profile.name
     }
+    done, found["rows"] = earlier(found, out), []
+    for row in report(bench, profile, budget, scores.split(",") if scores else None, done=done):
+        found["rows"].append(row)
+        write(found, out)
+        click.echo(f"{row['when']:8} {row['score']:20} KL {row['kl']:g}", err=True)
     finish(found, out, as_json)

@@ -14,6 +14,8 @@ from runtime.latent import right_vectors
 from runtime.quality_reference import Reference
 
 HIDDEN, STEPS, RATE = 32, 300, 0.03
+SINKS = 4
+"""First rows, which are kept apart and do not count."""
 COOLING = (4.0, 0.5)
 """Width of a gate in ranks, at the first and the last step."""
 
@@ -95,10 +97,11 @@ class Learned:
 
 
 def spectra_of(found: Reference, weights: Tensor) -> Tensor:
-    """Weighted energies [segments, layers * 2 * heads, d] of a reference's prompts, falling in each head."""
+    """Weighted energies about the mean [segments, layers * 2 * heads, d] of prompts, falling in each head."""
     sides = []
-    for rows, own in zip(found.prompt, weights, strict=True):
-        for x, weight in ((rows.k, own[0]), (rows.v, own[1])):
-            values = right_vectors(x.float(), x.shape[3])[1]
+    for seen, own in zip(found.prompt, weights, strict=True):
+        for x, weight in ((seen.k, own[0]), (seen.v, own[1])):
+            rows = x.float()[:, :, SINKS:]
+            values = right_vectors(rows - rows.mean(2, keepdim=True), x.shape[3])[1]
             sides.append(values.square() * weight[None, :, None])
     return torch.cat(sides, dim=1)

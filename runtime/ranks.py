@@ -65,15 +65,17 @@ def changed(text: Text, other: Text, count: int, prompt: int, scored_tokens: int
 def decoding(
     subject: Subject, found: Reference, share: float, weigh: Tensor, every: int, name: str
 ) -> list[dict[str, Any]]:
-    """The three ways at the same limit of bytes, with and without weights of heads."""
+    """Uniform, static and dynamic at the same limit of bytes, with and without weights of heads."""
     ways: list[tuple[str, Mode, Tensor | None]] = [
-        ("uniform", "uniform", None), ("static by energy", "static", None),
+        ("uniform, as svd", "uniform", None), ("uniform", "uniform", None), ("static by energy", "static", None),
         ("static by weighted energy", "static", weigh), ("dynamic by energy", "dynamic", None),
         ("dynamic by weighted energy", "dynamic", weigh),
     ]
     horizon, rows = int(found.scored.shape[1]), []
     for way, mode, own in ways:
-        cache = DynamicRankCache(subject.model, share, weights=own, mode=mode, every=every, horizon=horizon)
+        apart = way != "uniform, as svd"
+        cache = DynamicRankCache(subject.model, share, weights=own, mode=mode, every=every, horizon=horizon,
+                                 centre=apart, sinks=4 * apart)
         end = found.prompt_tokens + horizon
         limit = len(found.tokens) * limit_bytes(spec_of(subject.model), share, end, 32)
         rows.append({"text": name, "way": way, "share": share, "limit": limit} | scored(subject, found, cache))

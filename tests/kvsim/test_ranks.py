@@ -15,6 +15,7 @@ def test_bytes_by_hand():
     # 2 directions of 8 values, coefficients for 10 and for 10 - 6 rows, 3 full rows, fp16: (16 + 14 + 24) * 2 + 2 * 8
     state = HeadState(8, (0, 6), 10, 3)
     assert (state.rank, state.bytes(16)) == (2, 124)
+    assert HeadState(8, (0, 6), 10, 3, centred=True).bytes(16) == 124 + 16
     assert cache_bytes([state, HeadState(8, (), 10, 3)], 16) == 124 + 48
     assert direction_bytes(8, 10, 16) == 18 * 2 + 8
     model = ModelSpec.from_numbers(layers=2, n_heads=4, n_kv_heads=2, head_dim=8)

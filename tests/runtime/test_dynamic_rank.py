@@ -41,9 +41,10 @@ def generated(model, cache, tokens, check=lambda: None):
     return torch.cat(found, dim=1)
 
 
+@pytest.mark.parametrize("centre", [True, False])
 @pytest.mark.parametrize("mode", ["dynamic", "static", "uniform"])
-def test_bytes_are_exact_and_within_the_share_at_every_step(model, tokens, mode):
-    with DynamicRankCache(model, 0.4, mode=mode, every=8, horizon=M) as cache:
+def test_bytes_are_exact_and_within_the_share_at_every_step(model, tokens, mode, centre):
+    with DynamicRankCache(model, 0.4, mode=mode, every=8, horizon=M, centre=centre) as cache:
 
         def check():
             assert cache.nbytes() == cache_bytes(cache.states(), 32)
@@ -88,6 +89,7 @@ def test_ranks_follow_the_spectra(model):
                 layer.add(rows(second + noise, 16, 3 + seed), rows(second + noise, 16, 30 + seed))
             cache._decide()
         head = cache.layers[0].heads["k"][0]
+        assert cache.layers[0].first["k"].shape[2] == 4
         new = rows(second, 16, 99)[0, 0]
         gone = [(new - new @ b.T @ b).square().sum() / new.square().sum() for b in (before, head.basis)]
         assert gone[0] > 0.5
@@ -96,11 +98,23 @@ def test_ranks_follow_the_spectra(model):
         torch.testing.assert_close(head.basis @ head.basis.T, torch.eye(len(head.basis)), atol=1e-4, rtol=0)
 
 
+def test_a_mean_row_costs_no_direction(model):
+    with DynamicRankCache(model, 0.5, every=8) as cache:
+        for layer in cache.layers:
+            x = rows(torch.ones(WIDTH) * 0.01, 40, 5) + 100 * torch.arange(WIDTH)
+            layer.lazy_initialization(x, x)
+            layer.add(x, x)
+        cache._decide()
+        head = cache.layers[1].heads["k"][1]
+        assert float(head.energy.max()) < 1  # of rows of length 100 * sqrt(sum of squares), nothing of it is left
+        torch.testing.assert_close(cache.layers[1].read("k"), x, rtol=1e-4, atol=0.05)
+
+
 def test_running_energy_is_that_of_the_coefficients(model, tokens):
     with DynamicRankCache(model, 0.5, every=8) as cache:
         generated(model, cache, tokens)
         for head in cache.layers[1].heads["v"]:
-            energy = torch.cat([c.square().sum(0) for c in head.columns])
+            energy = torch.cat([c.square().sum(0) for c in head.columns])  # without the mean
             torch.testing.assert_close(head.energy, energy, rtol=1e-3, atol=1e-3)
 
 

@@ -21,6 +21,7 @@ from runtime.quality_reference import handed, reference
 from runtime.quality_run import Bench, Sizes
 from runtime.quality_subjects import Subject, Text, weights_hash
 from runtime.requests import Request, outcome
+from runtime.shipped import earlier, labelled, write
 
 T, K = 70, 3
 
@@ -99,6 +100,18 @@ def test_the_table_has_every_score_and_exact_bytes(bench):
     assert own["gradient", "prompt"] == 0
     with pytest.raises(KvsimError, match="no score"):
         methods(0.5, ["gradients"])
+    again = list(report(bench, kvsim.load_device("rtx-4090"), 0.7, names[:1], timed=False, done=[rows[0] | {"kl": 7}]))
+    assert [r["kl"] for r in again] == [7]  # what is there is not measured again
+
+
+def test_a_run_goes_on_where_it_stopped_and_never_in_anothers_file(bench, tmp_path):
+    out = str(tmp_path / "importance.json")
+    found = labelled("importance", bench.subject, bench.text, 0) | {"prompt": 60}
+    assert earlier(found, out) == []
+    write(found | {"rows": [{"score": "knorm"}]}, out)
+    assert earlier(found | {"date": "2031-01-01"}, out) == [{"score": "knorm"}]
+    with pytest.raises(KvsimError, match="a run with prompt 60 instead of 61"):
+        earlier(found | {"prompt": 61}, out)
 
 
 def test_bits_by_class_are_the_best_within_the_limit(model, tokens):
