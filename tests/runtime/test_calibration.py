@@ -79,10 +79,11 @@ def test_recording_leaves_the_model_alone(model):
 
 
 def test_slopes_are_the_models_gradients(model):
-    text = ids(40)
+    text, before = ids(40), model.config._attn_implementation
     seen = record(model, [text], rows=100, slopes=True)
     model.set_attn_implementation("eager")
     model(text[None], labels=text[None]).loss.backward()
+    model.set_attn_implementation(before)
     for layer in (0, 1):
         attention = model.model.layers[layer].self_attn
         # a bias on values is added to every row: its gradient is the sum of theirs
