@@ -184,6 +184,12 @@ _ALL = (
         span="all", dots=1, pair_flops=2, running=False,
     ),
     Score(
+        "saliency", "sum over queries of |A_ij (dL/dA_ij - sum_k A_ik dL/dA_ik)| = |dL/dS_ij|, S the logits, sum over "
+        "the query heads of a KV head: what taking row j out changes, to first order",
+        ("gradients", "keys", "values"), "4.2.1", "survey 4.2.1 times the weight; cf. Michel et al., arXiv 1905.10650",
+        span="all", dots=2, pair_flops=SOFTMAX_FLOPS + 5, running=False,
+    ),
+    Score(
         "gradient", "||dL/dK_j|| + ||dL/dV_j||",
         ("gradients", "keys", "values"), "4.2.2",
         "survey 4.2.2; S again, dV, dP and dK of Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvsim.errors import KvsimError
 
-KINDS = ("gradient", "loss_attention")
+KINDS = ("gradient", "loss_attention", "saliency")
 TAPPED = "kvsim_tapped"
 """Name under which the tapped eager attention is registered with transformers."""
 
@@ -77,10 +77,11 @@ def gradient_scores(model: Any, input_ids: Tensor, kind: str) -> list[Tensor]:
     """Scores float32 [B, H, T] of each attention layer, in order, for a prompt [B, T] without padding.
 
     gradient: ||dL/dK_j|| + ||dL/dV_j||, keys after the rotation. loss_attention: sum over the queries i that see row j
-    and over the query heads of a KV head of |dL/dA_ij|. L: next_token_loss. Raises KvsimError for another kind.
+    and over the query heads of a KV head of |dL/dA_ij|. saliency: the same sum of |A_ij (dL/dA_ij - sum_k A_ik
+    dL/dA_ik)|, which is |dL/dS_ij| of the logits S. L: next_token_loss. Raises KvsimError for another kind.
     """
     if kind not in KINDS:
-        raise KvsimError(f"gradient scores are {' or '.join(KINDS)}, got {kind}")
+        raise KvsimError(f"gradient scores are {' or '.join((', '.join(KINDS[:-1]), KINDS[-1]))}, got {kind}")
     if input_ids.shape[1] < 2:
         raise KvsimError("gradient scores need a prompt of two tokens or more: the loss is that of the next token")
     training = model.training
@@ -96,6 +97,9 @@ def gradient_scores(model: Any, input_ids: Tensor, kind: str) -> list[Tensor]:
         lengths = [x.float().norm(dim=-1) for x in found]
         return [k + v for k, v in zip(lengths[::2], lengths[1::2], strict=True)]
     found = torch.autograd.grad(loss, [taps.weights[n] for n in layers])
+    if kind == "saliency":
+        weights = [taps.weights[n].detach() for n in layers]
+        found = tuple(w * (g - (w * g).sum(3, keepdim=True)) for w, g in zip(weights, found, strict=True))
     return [_received(grad, taps.visible[n], taps.keys[n].shape[1]) for n, grad in zip(layers, found, strict=True)]
 
 

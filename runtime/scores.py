@@ -249,6 +249,7 @@ PROMPT: Mapping[str, PromptScore] = MappingProxyType({
     "keydiff": keydiff,
     "expected": expected,
     "loss_attention": from_gradients,
+    "saliency": from_gradients,
     "gradient": from_gradients,
     "perturbation": perturbation,
     "mutual_information": mutual_information,

@@ -94,7 +94,7 @@ def test_sequences_do_not_mix_and_the_model_is_as_before():
         parameter.requires_grad_(False)
     before = model.config._attn_implementation
     model.train()
-    for kind in ("gradient", "loss_attention"):
+    for kind in ("gradient", "loss_attention", "saliency"):
         together = gradient_scores(model, tokens, kind)
         for b in range(3):
             alone = gradient_scores(model, tokens[b : b + 1], kind)
@@ -113,3 +113,19 @@ def test_refusals():
         gradient_scores(llama(), ids(1), "hessian")
     with pytest.raises(KvsimError, match="two tokens"):
         gradient_scores(llama(), ids(1, 1), "gradient")
+
+
+def test_saliency_is_the_slope_along_the_logits():
+    """dL/dS by autograd through the softmax; S is the logarithm of the weights, the logits but for a constant."""
+    model, tokens = llama(), ids(2)
+    found = gradient_scores(model, tokens, "saliency")
+    with tapped(model) as taps, torch.enable_grad():
+        loss = next_token_loss(model, tokens)
+        slopes = torch.autograd.grad(loss, [taps.weights[n] for n in (0, 1)])
+    for n in (0, 1):
+        logits = taps.weights[n].detach().log().requires_grad_()
+        (along,) = torch.autograd.grad((torch.softmax(logits, -1) * slopes[n]).sum(), logits)
+        expected = along.nan_to_num(0).abs().sum(2).unflatten(1, (3, 2)).sum(2)
+        torch.testing.assert_close(found[n], expected.float(), rtol=1e-4, atol=1e-7)
+    # a row that nobody attends has no saliency, whatever dL/dA says of it
+    assert (found[0][:, :, -1] == 0).all()
