@@ -25,8 +25,7 @@ from runtime.quality_subjects import Subject
 from runtime.requests import Request, class_weights, outcome, retrievals, texts, told
 from runtime.shipped import earlier, finish, labelled, write
 
-FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=expected,recent=0)",
-              "topk(budget=0.25,score=mutual_information)", "topk(budget=0.25,score=random)")
+FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=perturbation)", "topk(budget=0.25,score=random)")
 """Fixed methods at a quarter of the rows; the first one's bytes are the limit of those that adapt."""
 FIXED_BITS = ("rotated(bits=4)", "int(bits=3,group=32)", "snapkv(budget=0.5) | rotated(bits=8)")
 """Fixed methods at about 4 bits a value; the first one's bytes are the limit."""
@@ -126,19 +125,20 @@ def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, f
         limits = {"rows": fixed_bytes(spec, FIXED_ROWS[0], request), "bits": fixed_bytes(spec, FIXED_BITS[0], request)}
         base = {"request": i, "kind": request.kind, "prompt": request.prompt, "depth": request.depth,
                 "entropy": round(request.entropy, 4)}
+        by_method = {m: told(outcome(subject, request, parse_method(m))) for m in {*FIXED_ROWS, *FIXED_BITS, *POOL}}
         for level, fixed in (("rows", FIXED_ROWS), ("bits", FIXED_BITS), ("pool", POOL)):
             for method in fixed:
-                row = told(outcome(subject, request, parse_method(method)))
+                row = by_method[method]
                 own_level = {"level": level, "way": "fixed", "method": method, "limit": limits.get(level)}
                 found.append(base | own_level | row)
         for own in adaptations(spec, request, weigh, limits["rows"], limits["bits"]):
             level = "rows" if own.name.startswith("task") else "bits"
-            done = outcome(subject, request, own.portions, own.labels)
+            ran = outcome(subject, request, own.portions, own.labels)
             predicted = own.portions.cache_bytes(spec, [own.labels], request.new, "fp32")
-            if done.held != predicted or predicted > limits[level]:
-                raise KvsimError(f"adapt: {own.name} holds {done.held} bytes, predicted {predicted} of {limits[level]}")
+            if ran.held != predicted or predicted > limits[level]:
+                raise KvsimError(f"adapt: {own.name} holds {ran.held} bytes, predicted {predicted} of {limits[level]}")
             found.append(base | {"level": level, "way": "adapted", "method": own.name, "limit": limits[level],
-                                 "portions": str(own.portions)} | told(done))
+                                 "portions": str(own.portions)} | told(ran))
         yield found
 
 
