@@ -46,14 +46,15 @@ def scored(subject: Subject, found: Reference, cache: DynamicRankCache) -> dict[
             raise KvsimError(f"ranks: {cache.nbytes()} bytes held, {predicted} predicted")
         kl, top1, nll, full = compared(found.logits, torch.cat(logits, dim=1), found.targets)
         mean, low, high = interval(kl)
-        first, last = cache.decisions[0], cache.decisions[-1]
+        count = len(found.tokens)
+        first, last = (np.stack(cache.decisions[at]) for at in (slice(0, count), slice(-count, None)))
         return {"kl": rounded(mean), "kl_low": rounded(max(0.0, low)), "kl_high": rounded(high),
                 "segment_kl": [rounded(float(x)) for x in kl], "top1": rounded(float(top1.mean())),
                 "ppl_ratio": rounded(float((nll - full).mean().exp())), "bytes": cache.nbytes(), "predicted": predicted,
-                "most_bytes": most, "rank_k": rounded(float(last[:, 0].mean())),
-                "rank_v": rounded(float(last[:, 1].mean())), "rank_least": int(last.min()),
-                "rank_most": int(last.max()), "moved": int(np.abs(last - first).sum()),
-                "ranks_by_layer": last.mean((1, 2)).round(1).tolist()}
+                "most_bytes": most, "rank_k": rounded(float(last[:, :, 0].mean())),
+                "rank_v": rounded(float(last[:, :, 1].mean())), "rank_least": int(last.min()),
+                "rank_most": int(last.max()), "moved": int(np.abs(last - first).sum() / count),
+                "ranks_by_layer": last.mean((0, 2, 3)).round(1).tolist()}
 
 
 def changed(text: Text, other: Text, count: int, prompt: int, scored_tokens: int) -> Tensor:

@@ -1,6 +1,8 @@
 """Classes of tokens and segments, portions and tasks by numbers, and the controller's rules."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -145,6 +147,22 @@ def test_shipped_results_say_where_they_come_from_and_print(name):
     text = "\n".join(lines(found))
     assert found["model_hash"] in text
     json.dumps(found, allow_nan=False)
+
+
+PAGE = (Path(__file__).parents[2] / "runtime/survey.md").read_text("utf-8")
+
+
+def test_the_pages_importance_is_what_was_measured():
+    rows = re.findall(r"^\| (\w+) \| .* \| ([\d,]+) \| .* \| ([\d.]+) \| [\d.]+ \| ([\d.]*) *\|$",
+                      PAGE.split("## 4.2 Importance")[1].split("\n## ")[0], re.MULTILINE)  # fmt: skip
+    known = {(r["score"], r["when"]): r for r in shipped("importance")["rows"]}
+    assert {r[0] for r in rows} == {name for name, when in known if when == "prompt"}
+    for name, own, kl, running in rows:
+        assert int(own.replace(",", "")) == known[name, "prompt"]["own_bytes"]
+        assert float(kl) == pytest.approx(known[name, "prompt"]["kl"], rel=0.05)
+        assert (running != "") == ((name, "running") in known)
+        if running:
+            assert float(running) == pytest.approx(known[name, "running"]["kl"], rel=0.05)
 
 
 def test_commands_show_results_and_hand_measuring_over(monkeypatch):

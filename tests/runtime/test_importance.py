@@ -158,6 +158,7 @@ def test_the_ranks_table_on_a_tiny_model(bench):
     rows = ranks.decoding(bench.subject, found, 0.6, weigh, 4, "noise")
     assert all(r["bytes"] == r["predicted"] <= r["limit"] for r in rows)
     assert all(r["most_bytes"] <= r["limit"] for r in rows)
+    assert all((r["moved"] > 0) == r["way"].startswith("dynamic") for r in rows)
     learned = ranks.learned(bench.subject, found, pieces, weigh, 12, 4, 0)
     lost = {r["ranks"]: r["energy_lost"] for r in learned["rows"]}
     assert lost["water-filling"] <= min(lost.values())
