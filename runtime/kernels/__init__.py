@@ -45,7 +45,8 @@ def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
         return None
     keys, values = store.keys, store.values
     attended = _by_triton if _plans(store)[0].triton else _by_cpu
-    maps, offset = keys.maps()
+    # keys that are rotated after they are decoded are rebuilt tile by tile, offset and all
+    maps, offset = (None, None) if store.method.k.before_rope else keys.maps()
     back, shift = values.maps()
     if (offset is not None or shift is not None) and not rule.plain:
         return None  # a shift of all logits alike, or of all rows, matters to a cap and to a sink
@@ -91,9 +92,11 @@ def _by_triton(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | N
     """Rows are asked for with the queries q, attended with those in the latent."""
     from runtime.kernels import triton_decode  # imports Triton, which need not be there
 
-    pairs = q.shape[0] * store.keys.twins.inner.place.heads
+    pairs, turns = q.shape[0] * store.keys.twins.inner.place.heads, store.method.k.before_rope
     rows = triton_decode.rows_of(read_by(store, q), store.keys.rows, pairs, q.device)
-    return None if rows is None else triton_decode.attended(store, inner.contiguous(), rule, rows, _plans(store))
+    if rows is None or (turns and rows.mode):
+        return None
+    return triton_decode.attended(store, inner.contiguous(), rule, rows, _plans(store))
 
 
 def _by_cpu(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | None:
@@ -134,8 +137,6 @@ def _chunk(pairs: int, rows: int, threads: int) -> int:
 def _why_not(store: Store) -> str:
     """Why a step over the store is eager; empty where it is fused."""
     policy = store.policy
-    if store.method.k.before_rope:
-        return "keys are rotated after they are decoded"
     if store.joint:
         return "keys and values share coefficients"
     if policy is not None and (why := _policy_needs(policy)):
@@ -145,10 +146,20 @@ def _why_not(store: Store) -> str:
             return f"{name}: {why}"
     if "v" not in store.sides:
         return "keys are values too"
+    if store.method.k.before_rope and (why := _turn_needs(store)):
+        return why
     keys, values = store.keys, store.values
     if keys.twins.inner.place.heads != values.twins.inner.place.heads:
         return "keys and values are held in different numbers of heads"
     return "" if keys.rows == values.rows and keys.rows else "sides hold different rows" if keys.rows else "no rows"
+
+
+def _turn_needs(store: Store) -> str:
+    if not _plans(store)[0].triton:
+        return "keys are rotated after they are decoded"
+    from runtime.kernels import triton_turn  # imports Triton, which need not be there
+
+    return triton_turn.why_not(store)
 
 
 def _policy_needs(policy: PolicyTwin) -> str:

@@ -48,16 +48,59 @@ def product(a, b, FACTOR: tl.constexpr):
 
 
 @triton.jit
+def rebuilt_at(coefficients, maps, offset, C0: tl.constexpr, K: tl.constexpr, T: tl.constexpr):
+    """Channels C0 to C0 + half of keys [n, T.padded] from coefficients [n, r]."""
+    WIDE: tl.constexpr = K.padded
+    COLS: tl.constexpr = T.padded
+    KF: tl.constexpr = K.factor
+    row, column = tl.arange(0, WIDE)[:, None], tl.arange(0, COLS)[None, :]
+    here = maps + row * (2 * T.half) + C0 + column
+    found = product(coefficients, tl.load(here, mask=(row < K.width) & (column < T.half), other=0.0).to(KF), KF)
+    if T.shifted:
+        found += tl.load(offset + C0 + column, mask=column < T.half, other=0.0).to(tl.float32)
+    return found.to(T.rebuilt)
+
+
+@triton.jit
+def turned(q, q2, data, scale, low, rest, table, encoded, maps, offset, angles, shift, first, rows, ok, pair, head,
+           K: tl.constexpr, T: tl.constexpr, PURE: tl.constexpr):  # fmt: skip
+    """Scores of keys that are turned to their positions, the first row's being `shift`, block by block."""
+    WIDE: tl.constexpr = K.padded
+    COLS: tl.constexpr = T.padded
+    HALF: tl.constexpr = T.half
+    KF: tl.constexpr = K.factor
+    if T.based:
+        coefficients = tile(data, scale, low, rest, table, encoded, first, rows, ok, pair, head, 0, WIDE, K, PURE)
+        ahead = rebuilt_at(coefficients, maps, offset, 0, K, T).to(tl.float32)
+        behind = rebuilt_at(coefficients, maps, offset, HALF, K, T).to(tl.float32)
+    else:
+        ahead = tile(data, scale, low, rest, table, encoded, first, rows, ok, pair, head, 0, COLS, K, PURE)
+        behind = tile(data, scale, low, rest, table, encoded, first, rows, ok, pair, head, HALF, COLS, K, PURE)
+        ahead, behind = ahead.to(tl.float32), behind.to(tl.float32)
+    column = tl.arange(0, COLS)[None, :]
+    at = angles + (shift + rows)[:, None] * (2 * HALF) + column
+    good = ok[:, None] & (column < HALF)
+    cos, sin = tl.load(at, mask=good, other=0.0), tl.load(at + HALF, mask=good, other=0.0)
+    scores = product(q, tl.trans((ahead * cos - behind * sin).to(T.rebuilt).to(KF)), KF)
+    return scores + product(q2, tl.trans((behind * cos + ahead * sin).to(T.rebuilt).to(KF)), KF)
+
+
+@triton.jit
 def block(q, first, rows, ok, k_data, k_scale, k_low, k_rest, k_table, v_data, v_scale, v_low, v_rest, v_table,
-          k_encoded, v_encoded, pair, head, scaling, softcap, most, total, sums, CAPPED: tl.constexpr, K: tl.constexpr,
-          V: tl.constexpr, PURE: tl.constexpr):  # fmt: skip
+          k_encoded, v_encoded, q2, maps, offset, angles, shift, pair, head, scaling, softcap, most, total, sums,
+          CAPPED: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, PURE: tl.constexpr):  # fmt: skip
     """The running softmax moved on by a block of rows."""
     WIDE: tl.constexpr = K.padded
     DEEP: tl.constexpr = V.padded
     KF: tl.constexpr = K.factor
     VF: tl.constexpr = V.factor
-    keys = tile(k_data, k_scale, k_low, k_rest, k_table, k_encoded, first, rows, ok, pair, head, 0, WIDE, K, PURE)
-    logits = softened(product(q, tl.trans(keys), KF), ok, scaling, softcap, CAPPED)
+    if T is None:
+        keys = tile(k_data, k_scale, k_low, k_rest, k_table, k_encoded, first, rows, ok, pair, head, 0, WIDE, K, PURE)
+        scores = product(q, tl.trans(keys), KF)
+    else:
+        scores = turned(q, q2, k_data, k_scale, k_low, k_rest, k_table, k_encoded, maps, offset, angles, shift, first,
+                        rows, ok, pair, head, K, T, PURE)  # fmt: skip
+    logits = softened(scores, ok, scaling, softcap, CAPPED)
     higher = tl.maximum(most, tl.max(logits, 1))
     weights = tl.exp2(logits - higher[:, None])
     shrink = tl.exp2(most - higher)
@@ -66,26 +109,36 @@ def block(q, first, rows, ok, k_data, k_scale, k_low, k_rest, k_table, v_data, v
     return higher, total * shrink + tl.sum(weights, 1), sums
 
 
-@triton.jit(do_not_specialize=["k_encoded", "v_encoded", "pure", "each", "count", "start0", "rows0", "start1"])
+@triton.jit(do_not_specialize=["k_encoded", "v_encoded", "pure", "each", "count", "start0", "rows0", "start1", "shift"])
 def split(q, sums_out, ends_out, chosen, chosen_at, k_data, k_scale, k_low, k_rest, k_table, v_data, v_scale, v_low,
-          v_rest, v_table, k_encoded, v_encoded, pure, each, count, start0, rows0, start1, scaling, softcap,
-          HEADS: tl.constexpr, QUERIES: tl.constexpr, MODE: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr,
-          V: tl.constexpr, QB: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+          v_rest, v_table, k_encoded, v_encoded, pure, each, count, start0, rows0, start1, shift, maps, maps_step,
+          offset, angles, scaling, softcap, HEADS: tl.constexpr, QUERIES: tl.constexpr, MODE: tl.constexpr,
+          CAPPED: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, QB: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
     """One split of the rows of one (sequence, head): sums of values, largest logit and sum of weights.
 
     q [pairs, QUERIES, K.width], sums_out [splits, pairs, QUERIES, V.width], ends_out [splits, pairs, QUERIES, 2].
     MODE 0: rows 0 to count; 1: rows0 rows from start0 on, the others from start1 on; 2: rows chosen[chosen_at[pair]]
     to chosen[chosen_at[pair + 1]]. `pure`: rows before it are encoded on both sides, where a side encodes at all.
+    With T keys are turned after they are decoded: q is [pairs, QUERIES, 2 * T.half], maps [B or 1, H, K.width, same],
+    `maps_step` elements from a sequence to the next (offset alike, one row a head), angles [positions, 2, T.half].
     """
-    WIDE: tl.constexpr = K.padded
+    WIDE: tl.constexpr = K.padded if T is None else T.padded
+    WIDTH: tl.constexpr = K.width if T is None else 2 * T.half
+    PART: tl.constexpr = K.width if T is None else T.half
     DEEP: tl.constexpr = V.padded
     pair = tl.program_id(0).to(tl.int64)
     part, which = tl.program_id(1), tl.program_id(2) * QB + tl.arange(0, QB)
     head = pair % HEADS
     channel = tl.arange(0, WIDE)[None, :]
     mine = (which < QUERIES)[:, None]
-    at = q + (pair * QUERIES + which)[:, None] * K.width + channel
-    queries = tl.load(at, mask=mine & (channel < K.width), other=0.0).to(K.factor)
+    asked = q + (pair * QUERIES + which)[:, None] * WIDTH + channel
+    queries = tl.load(asked, mask=mine & (channel < PART), other=0.0).to(K.factor)
+    behind = queries
+    if T is not None:
+        behind = tl.load(asked + PART, mask=mine & (channel < PART), other=0.0).to(K.factor)
+        maps += pair // HEADS * maps_step + head * T.maps
+        offset += pair // HEADS * (maps_step // K.width) + head * WIDTH
     low = part * each
     base = chosen
     if MODE == 2:
@@ -104,8 +157,8 @@ def split(q, sums_out, ends_out, chosen, chosen_at, k_data, k_scale, k_low, k_re
         for first in range(low, edge, BLOCK):
             most, total, sums = block(
                 queries, first, first + lane, every, k_data, k_scale, k_low, k_rest, k_table, v_data, v_scale, v_low,
-                v_rest, v_table, k_encoded, v_encoded, pair, head, scaling, softcap, most, total, sums, CAPPED, K, V,
-                True)  # fmt: skip
+                v_rest, v_table, k_encoded, v_encoded, behind, maps, offset, angles, shift, pair, head, scaling,
+                softcap, most, total, sums, CAPPED, K, V, T, True)  # fmt: skip
     for first in tl.range(edge, high, BLOCK, num_stages=1):
         at = first + lane
         ok = at < high
@@ -117,7 +170,8 @@ def split(q, sums_out, ends_out, chosen, chosen_at, k_data, k_scale, k_low, k_re
             rows = at
         most, total, sums = block(
             queries, first, rows, ok, k_data, k_scale, k_low, k_rest, k_table, v_data, v_scale, v_low, v_rest, v_table,
-            k_encoded, v_encoded, pair, head, scaling, softcap, most, total, sums, CAPPED, K, V, False)  # fmt: skip
+            k_encoded, v_encoded, behind, maps, offset, angles, shift, pair, head, scaling, softcap, most, total, sums,
+            CAPPED, K, V, T, False)  # fmt: skip
     pairs = tl.num_programs(0)
     to = (part.to(tl.int64) * pairs + pair) * QUERIES + which
     column = tl.arange(0, DEEP)[None, :]

@@ -18,6 +18,7 @@ from runtime.buffers import Paged
 from runtime.kernels import triton_attend
 from runtime.kernels.plans import FLOAT8, GGUF, ROWS, Plan
 from runtime.kernels.triton_rows import Layout, Pages
+from runtime.kernels.triton_turn import turning
 
 if TYPE_CHECKING:
     from runtime.attention import Rule
@@ -87,12 +88,15 @@ def attended(store: Store, q: Tensor, rule: Rule, rows: Rows, plans: tuple[Plan,
     nothing = _nothing(q.device)
     pure = min(s.rows if f.form == ROWS else s.encoded_rows for s, f in ((keys, k), (values, v)))
     sinks = nothing if rule.sinks is None else rule.sinks.float().contiguous()
+    turn = turning(store, k, nothing) if store.method.k.before_rope else None
+    turned = (0, nothing, 0, nothing, nothing) if turn is None else turn[1]
     with _on(q.device):
         triton_attend.split[(pairs, splits, blocks)](
             q, sums, ends, nothing if rows.chosen is None else rows.chosen, nothing if rows.at is None else rows.at,
             *_tables(keys, k, plans[0]), *_tables(values, v, plans[1]), keys.encoded_rows, values.encoded_rows, pure,
-            each, rows.count, rows.start0, rows.rows0, rows.start1, rule.scaling, rule.softcap, HEADS=heads,
-            QUERIES=queries, MODE=rows.mode, CAPPED=bool(rule.softcap), K=k, V=v, QB=wide, BLOCK=block,
+            each, rows.count, rows.start0, rows.rows0, rows.start1, *turned, rule.scaling, rule.softcap, HEADS=heads,
+            QUERIES=queries, MODE=rows.mode, CAPPED=bool(rule.softcap), K=k, V=v, T=turn and turn[0], QB=wide,
+            BLOCK=block,
             num_warps=warps_of(k, v), num_stages=STAGES)  # fmt: skip
         triton_attend.combine[(batch * query_heads,)](
             sums, ends, sinks, out, splits, QUERY_HEADS=query_heads, WIDTH=v.width, PADDED=v.padded,

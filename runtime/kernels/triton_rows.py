@@ -58,6 +58,23 @@ class Layout:
     rest: Pages
 
 
+@dataclass(frozen=True)
+class Turn:
+    """How keys are turned to their positions after they are decoded, as the compiler knows it.
+
+    half: half a head's width, which turns against the other; padded: up to a power of two of 16 or more. based: rows
+    are coefficients and are rebuilt first, in the type `rebuilt`; shifted: with a constant row added. maps: from one
+    head's to the next's elements.
+    """
+
+    half: int
+    padded: int
+    based: bool
+    shifted: bool
+    maps: int
+    rebuilt: Any
+
+
 @triton.jit
 def pointer(table, row, pair, P: tl.constexpr, TYPE: tl.constexpr):
     """Pointer to the start of a row."""
@@ -133,7 +150,7 @@ def scales_at(table, first, rows, ok, pair, C0: tl.constexpr, COLS: tl.constexpr
     if L.unit > 0:
         if WHOLE and rows.shape[0] <= L.unit:  # powers of two: all rows share them
             at = pointer(table, first // L.unit, pair, P, TYPE)
-            if L.width >= COLS and L.width % 2 == 0:
+            if L.width >= C0 + COLS and L.width % 2 == 0 and C0 % 2 == 0:
                 found = following(at + C0, COLS, TYPE)[None, :]
             else:
                 found = tl.load(at + channel, mask=channel < L.width, other=0.0)

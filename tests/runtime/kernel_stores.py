@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvsim.method import parse_method
 from runtime import kernels
 from runtime.attention import Rule, attend, observe
 from runtime.kernels.load import Library, library
 from runtime.parts import Prompt, Step
+from runtime.rope import Rotation
 from runtime.sharing import Geometry, LayerTwins, Surroundings
 from runtime.store import Store
 
@@ -17,12 +19,13 @@ needs_kernels = pytest.mark.skipif(not isinstance(library(), Library), reason="n
 
 
 def filled(
-    method, prompt, steps=0, d=64, heads=2, group=3, batch=1, dtype=torch.float32, window=0, seed=0, device="cpu"
-):
+    method, prompt, steps=0, d=64, heads=2, group=3, batch=1, dtype=torch.float32, window=0, seed=0, device="cpu",
+    rotation=None,
+):  # fmt: skip
     """A store after a prompt and `steps` tokens more, the last of which has just been written and not yet encoded."""
     generator = torch.Generator().manual_seed(seed)
     geometry = Geometry(heads * group, heads, d, d, window)
-    store = Store(LayerTwins(parse_method(method), geometry, Surroundings(dtype, torch.device(device))))
+    store = Store(LayerTwins(parse_method(method), geometry, Surroundings(dtype, torch.device(device), rotation)))
     rows = [torch.randn(batch, heads, prompt + steps, d, generator=generator) for _ in range(2)]
     # some channels of keys are large, as in real models
     k = (rows[0] * (1 + 4 * torch.rand(1, heads, 1, d, generator=generator)) + rows[0][:, :, :1]).to(dtype)
@@ -38,6 +41,14 @@ def filled(
         if i + 1 < prompt + steps:
             store.after_step(Step(seen=store.seen, rows=store.keys.rows, new=1))
     return store
+
+
+def rotation(d, device="cpu"):
+    """The rotary embedding of a Llama with heads of width d."""
+    config = LlamaConfig(hidden_size=d, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=d,
+                         num_key_value_heads=1, vocab_size=8, max_position_embeddings=256)  # fmt: skip
+    model = LlamaForCausalLM(config).to(device)
+    return Rotation(model, model.model.layers[0].self_attn)
 
 
 def query(store, seed=1, dtype=torch.float32, batch=1):

@@ -7,7 +7,7 @@ import torch
 
 from runtime import kernels
 from runtime.attention import Rule, attend
-from tests.runtime.kernel_stores import DEVICE, assert_fused_is_eager, filled, query
+from tests.runtime.kernel_stores import DEVICE, assert_fused_is_eager, filled, query, rotation
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: its kernels do not exist")
 
@@ -96,6 +96,18 @@ def test_soft_caps_and_sinks(method, monkeypatch):
 def test_latents(basis, monkeypatch):
     for chain in (f"{basis} | int(bits=4)", basis):
         check(monkeypatch, chain, 90, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "d"),
+    [("int(bits=4,rope=pre)", 64), ("k:int(bits=2,axis=channel,group=32,rope=pre) v:int(bits=4)", 80),
+     ("kmeans(bits=3,rope=pre)", 64), ("svd(rank=20,rope=pre) | int(bits=4)", 64), ("svd(rank=16,rope=pre)", 96)],
+)  # fmt: skip
+def test_keys_that_are_rotated_after_they_are_decoded(method, d, monkeypatch):
+    for prompt, steps, batch in ((40, 1, 1), (150, 3, 2)):
+        store = filled(method, prompt, steps, d=d, batch=batch, device=DEVICE, rotation=rotation(d, DEVICE))
+        assert kernels.path(store).startswith("fused triton")
+        assert_fused_is_eager(store, monkeypatch, batch=batch)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_every_format_compiles_for_two_generations():
     cases = [[method, 128, 4, "bfloat16", 80] for method in METHODS]
     cases += [["kivi-2", 80, 1, "float16", 90], ["int(bits=4)", 96, 8, "float32", 90]]
     cases += [["full", 256, 64, "bfloat16", 90], ["int(bits=4)", 512, 16, "bfloat16", 90]]
+    cases += [["svd(rank=48,rope=pre) | int(bits=4)", 128, 4, "bfloat16", 80], ["kivi-2", 128, 4, "bfloat16", 90]]
+    cases += [["int(bits=4,axis=channel,rope=pre)", 80, 4, "float16", 80]]
     cases += [["q4_0", 64, 8, "float32", 80], ["write", 80, 1, "float32", 90]]
     for found in compiled(*cases):
         assert found["code"] > 0, found

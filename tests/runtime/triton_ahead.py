@@ -15,11 +15,14 @@ from triton.compiler import ASTSource
 
 from kvsim.method import parse_method
 from runtime.kernels import triton_attend, triton_decode, triton_encode, triton_plans
+from runtime.kernels.triton_rows import Turn
 from runtime.sharing import Geometry, LayerTwins, Surroundings
 from runtime.store import Store
+from tests.runtime.kernel_stores import rotation
 
 FLOATS = ("scaling", "softcap")
-WHOLE = ("k_encoded", "v_encoded", "pure", "each", "count", "start0", "rows0", "start1", "rows", "first")
+WHOLE = ("k_encoded", "v_encoded", "pure", "each", "count", "start0", "rows0", "start1", "rows", "first",
+         "shift")
 
 
 def compiled(kernel, pointers, constants, capability, **options):
@@ -37,14 +40,19 @@ def compiled(kernel, pointers, constants, capability, **options):
 
 def attention(method, width, queries, dtype, capability):
     geometry = Geometry(8 * queries, 8, width, width)
-    store = Store(LayerTwins(parse_method(method), geometry, Surroundings(dtype)))
+    around = Surroundings(dtype, rotation=rotation(width))
+    store = Store(LayerTwins(parse_method(method), geometry, around))
     plans = [triton_plans.plan(side.format) for side in (store.keys, store.values)]
     k, v = (triton_decode.layout(side, p, dtype) for side, p in zip((store.keys, store.values), plans, strict=True))
     pointers = {"q": str(triton_decode.KINDS[dtype]), "sums_out": "fp32", "ends_out": "fp32"}
     for name, side, plan in zip("kv", (store.keys, store.values), plans, strict=True):
         if plan.table is not None:
             pointers[f"{name}_table"] = str(triton_decode.KINDS[plan.table(side.format).dtype])
-    constants = {"HEADS": 8, "QUERIES": queries, "MODE": 0, "CAPPED": False, "K": k, "V": v,
+    turn = None
+    if "rope=pre" in method:
+        turn = Turn(width // 2, max(16, triton.next_power_of_2(width // 2)), "svd" in method, False, 0, k.decoded)
+        pointers |= {"maps": str(k.held), "offset": str(k.held), "angles": "fp32"}
+    constants = {"HEADS": 8, "QUERIES": queries, "MODE": 0, "CAPPED": False, "K": k, "V": v, "T": turn,
                  "QB": triton_decode.queries_of(queries), "BLOCK": triton_decode.block_of(k, v)}  # fmt: skip
     return compiled(triton_attend.split, pointers, constants, capability, num_warps=triton_decode.warps_of(k, v),
                     num_stages=triton_decode.STAGES)  # fmt: skip
