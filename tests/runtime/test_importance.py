@@ -11,6 +11,7 @@ from kvsim.allocation import within
 from kvsim.errors import KvsimError
 from kvsim.record import Case
 from kvsim.scores import SCORES
+from kvsim.tasks import TASKS
 from kvsim.workload import Workload
 from runtime import adapt, ranks
 from runtime.cache import CompressedCache, spec_of
@@ -100,7 +101,8 @@ def test_the_table_has_every_score_and_exact_bytes(bench):
     assert own["gradient", "prompt"] == 0
     with pytest.raises(KvsimError, match="no score"):
         methods(0.5, ["gradients"])
-    again = list(report(bench, kvsim.load_device("rtx-4090"), 0.7, names[:1], timed=False, done=[rows[0] | {"kl": 7}]))
+    again = list(report(bench, kvsim.load_device("rtx-4090"), 0.7, [rows[0]["score"]], timed=False,
+                        done=[rows[0] | {"kl": 7}]))[:1]
     assert [r["kl"] for r in again] == [7]  # what is there is not measured again
 
 
@@ -133,6 +135,21 @@ def test_bits_by_class_are_the_best_within_the_limit(model, tokens):
     done = outcome(Subject("tiny", model, None, ""), request, own.portions, own.labels)
     assert done.held == own.portions.cache_bytes(spec, [own.labels], request.new, "fp32")
     assert done.kl > 0
+
+
+def test_requests_are_compared_once_and_within_their_limits(model):
+    long = torch.randint(0, 50, (2, 1, 184), generator=torch.Generator().manual_seed(4))
+    found = [reference(model, x, 180) for x in long]
+    requests = [Request("text", f, ["The ", "cat ", "1 ", ", ", "x_y "] * 36) for f in found]
+    subject = Subject("tiny", model, None, "")
+    weigh = {"entity": 4.0, "word": 2.0, "function": 1.0, "separator": 1.0, "code": 2.0}
+    rows = [r for rows in adapt.compare(subject, requests, weigh) for r in rows]
+    names = {r["method"] for r in rows if r["way"] == "adapted"}
+    assert names == {*(f"task {n}" for n in TASKS), "bits by class", "bits by use"}
+    assert all(r["bytes"] <= r["limit"] for r in rows if r["way"] == "adapted")
+    again = adapt.compare(subject, requests, weigh, [r | {"kl": 7.0} for r in rows if r["request"] == 0])
+    assert {r["kl"] for r in next(again)} == {7.0}  # a request that is done is not run again
+    assert adapt.controlled(rows, spec_of(model), 1.0)["run_on"] == 1
 
 
 def test_a_controller_over_recorded_requests_spends_no_more_than_the_fixed_method(model):
