@@ -10,7 +10,7 @@ from importlib.resources import files
 from kvsim.choice import Candidate
 from kvsim.engines import engines, flags
 from kvsim.errors import KvsimError
-from kvsim.evidence import Evidence
+from kvsim.evidence import Evidence, most_measured
 from kvsim.hardware import HardwareProfile, load_device
 from kvsim.method import Method
 from kvsim.model import ModelSpec
@@ -22,6 +22,8 @@ QUESTION = ("llama-3.1-8b", "h100-sxm", 8, 32768)
 """Where time is compared: model, device, batch and prompt."""
 USABLE_KL = 0.1
 """Loss in nats a token up to which a ratio counts as usable."""
+SMALLER = 15.0
+"""Bits of 16 from which a method has hardly compressed what was measured: a window longer than the text, say."""
 SURVEY = {
     "principle": ("lower precision", "selective dropping", "fewer dimensions"),
     "ratio": ("2x - 8x", "2x - 10x", "2x - 4x"),
@@ -81,7 +83,7 @@ def members(rows: Sequence[Evidence]) -> tuple[Member, ...]:
 
 def _members(model: ModelSpec, device: HardwareProfile, work: Workload, rows: Sequence[Evidence]) -> tuple[Member, ...]:
     plan = fit(model, device, work, evidence=rows)
-    measured = {r.method: r for r in reversed(list(rows))}
+    measured = {r.method: r for r in reversed(most_measured(rows))}
     found = [
         Member(c.method, name, measured.get(str(c.method)), c) for c in plan.considered if (name := family(c.method))
     ]
@@ -116,7 +118,7 @@ def _principle(name: str) -> str:
 
 def best(own: Sequence[Member]) -> list[Member]:
     """Measured members with a usable loss, most compression first."""
-    good = [m for m in own if m.evidence is not None and m.evidence.kl <= USABLE_KL]
+    good = [m for m in own if m.evidence and m.evidence.kl <= USABLE_KL and m.evidence.bits < SMALLER]
     return sorted(good, key=lambda m: m.evidence.bits if m.evidence else 16.0)
 
 

@@ -165,6 +165,18 @@ def shipped() -> tuple[Evidence, ...]:
     return tuple(row for name in names for row in _rows(folder.joinpath(name).read_text("utf-8"), name))
 
 
+def bare(name: str) -> str:
+    """A model's name as it is compared: gemma-3-270m and gemma3-270m are one."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def most_measured(rows: Sequence[Evidence]) -> tuple[Evidence, ...]:
+    """Rows of the model with most of them: figures that are compared must be of one model."""
+    count = {r.model: sum(x.model == r.model for x in rows) for r in rows}
+    name = max(count, key=lambda m: (count[m], m), default="")
+    return tuple(r for r in rows if r.model == name)
+
+
 def own_path() -> Path:
     """Where a user's own evidence lies."""
     home = os.environ.get("XDG_DATA_HOME")
@@ -184,9 +196,9 @@ class Table:
 
     def __init__(self, rows: Iterable[Evidence], model: ModelSpec) -> None:
         rows = tuple(rows)
-        names = {model.name.lower(), Path(model.name).name.lower()}
-        self.own = _by_method(r for r in rows if r.model.lower() in names)
-        lent = [r for r in rows if r.model.lower() not in names]
+        names = {bare(model.name), bare(Path(model.name).name)}
+        self.own = _by_method(r for r in rows if bare(r.model) in names)
+        lent = [r for r in rows if bare(r.model) not in names]
         self.lender = max((r.model for r in lent), key=lambda m: (sum(r.model == m for r in lent), m), default="")
         self.factor, self.widened_by = spread(rows)
         self.lent = _by_method(r for r in lent if r.model == self.lender)

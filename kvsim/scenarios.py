@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvsim.allocation import exact
 from kvsim.choice import Candidate, Limits, Objective
-from kvsim.evidence import Evidence
+from kvsim.evidence import Evidence, most_measured
 from kvsim.hardware import load_device
 from kvsim.method import Method
 from kvsim.plan import fit
@@ -127,7 +127,7 @@ def multimodal(rows: Sequence[Evidence]) -> Answer:
     """
     plain = {
         r.method: r
-        for r in rows
+        for r in reversed(most_measured(rows))
         if r.kept == 1.0 and "@" not in r.method and "svd" not in r.method and "residual" not in r.method
     }
     options = sorted(plain.values(), key=lambda r: r.bits)

@@ -49,6 +49,9 @@ from runtime.quality_subjects import load_subject, load_text
     "--allocate", is_flag=True, help="Bits by layer and side under a byte budget, against the uniform choice."
 )
 @click.option(
+    "--others", is_flag=True, help="Other libraries' caches (quanto, HQQ, kvpress) at equal bytes beside methods here."
+)
+@click.option(
     "--out", type=click.Path(), metavar="FILE", help="JSON lines to append to.  [your evidence, which fit prefers]"
 )
 @click.option("--threads", type=int, default=None, metavar="N", help="Threads of the processor.  [torch's choice]")
@@ -66,6 +69,7 @@ def command(
     tasks: bool,
     bounds: bool,
     allocate: bool,
+    others: bool,
     out: str | None,
     threads: int | None,
     as_json: bool,
@@ -84,8 +88,8 @@ def command(
     subject = load_subject(model)
     texts = load_text(subject.tokenizer, text_file)
     named = split_methods(methods, "--methods") if methods else None
-    if tasks or bounds or allocate:
-        _others(tasks, bounds, allocate, subject, texts, sizes, named, as_json)
+    if tasks or bounds or allocate or others:
+        _reports(tasks, bounds, allocate, others, subject, texts, sizes, named, as_json)
         return
     bench = Bench(subject, texts, sizes)
     head_dim = max(x.attention.k_dim for x in bench.spec.layers if x.attention)
@@ -100,12 +104,13 @@ def command(
     click.echo(f"{subject.name} on {texts.name}: {len(rows)} rows in {path}")
 
 
-def _others(tasks, bounds, allocate, subject, texts, sizes, named, as_json) -> None:  # type: ignore[no-untyped-def]
+def _reports(tasks, bounds, allocate, others, subject, texts, sizes, named, as_json) -> None:  # type: ignore[no-untyped-def]
     from runtime import allocate as allocation
     from runtime import bounds as limits
+    from runtime import quality_others as libraries
     from runtime import tasks as retrieval
 
-    for wanted, module in ((tasks, retrieval), (bounds, limits), (allocate, allocation)):
+    for wanted, module in ((tasks, retrieval), (bounds, limits), (allocate, allocation), (others, libraries)):
         if wanted:
             found = module.report(subject, texts, sizes, named)
             if as_json:

@@ -171,8 +171,8 @@ def interval(x: Tensor) -> tuple[float, float, float]:
 
 
 def rounded(x: float, digits: int = 4) -> float:
-    """Significant digits that a rerun on the same machine gives again; below 1e-9 it is rounding noise of the run."""
-    return 0.0 if abs(x) < 1e-9 else float(f"{x:.{digits}g}")
+    """Significant digits that a rerun on the same machine gives again; below 1e-7 it is noise of float32."""
+    return 0.0 if abs(x) < 1e-7 else float(f"{x:.{digits}g}")
 
 
 def machine() -> str:

