@@ -114,10 +114,10 @@ def adapted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 def ranks_lines(found: Mapping[str, Any]) -> list[str]:
     """Ways to decide ranks by text and share, then the learned ones."""
-    heads = ("text", "share", "ranks", "KL", "95%", "top-1", "MB", "MB at most", "limit", "mean k", "mean v", "moved")
+    heads = ("text", "share", "ranks", "KL", "95%", "top-1", "MB", "MB at most", "limit", "mean k", "mean v")
     rows = [
         (r["text"], r["share"], r["way"], r["kl"], f"{r['kl_low']:.2g}-{r['kl_high']:.2g}", r["top1"],
-         r["bytes"] / 1e6, r["most_bytes"] / 1e6, r["limit"] / 1e6, r["rank_k"], r["rank_v"], r["moved"])
+         r["bytes"] / 1e6, r["most_bytes"] / 1e6, r["limit"] / 1e6, r["rank_k"], r["rank_v"])
         for r in found["rows"]
     ]
     learned = found["learned"]

@@ -153,8 +153,9 @@ PAGE = (Path(__file__).parents[2] / "runtime/survey.md").read_text("utf-8")
 
 
 def test_the_pages_importance_is_what_was_measured():
-    rows = re.findall(r"^\| (\w+) \| .* \| ([\d,]+) \| .* \| ([\d.]+) \| [\d.]+ \| ([\d.]*) *\|$",
-                      PAGE.split("## 4.2 Importance")[1].split("\n## ")[0], re.MULTILINE)  # fmt: skip
+    part = PAGE.split("## 4.2 Importance")[1].split("\n## ")[0]
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in part.splitlines() if re.match(r"\| \w+ \|", line)]
+    rows = [(c[0], c[2], c[6], c[8]) for c in cells if c[0] != "score"]
     known = {(r["score"], r["when"]): r for r in shipped("importance")["rows"]}
     assert {r[0] for r in rows} == {name for name, when in known if when == "prompt"}
     for name, own, kl, running in rows:
@@ -163,6 +164,30 @@ def test_the_pages_importance_is_what_was_measured():
         assert (running != "") == ((name, "running") in known)
         if running:
             assert float(running) == pytest.approx(known[name, "running"]["kl"], rel=0.05)
+
+
+def test_the_pages_ranks_are_what_was_measured():
+    part = PAGE.split("## 7.2 Dynamic ranks")[1].split("\n## ")[0]
+    found, known = shipped("ranks"), {}
+    for r in found["rows"]:
+        known[r["way"], r["text"], r["share"]] = r
+    rows = re.findall(r"^\| ([a-z, ]+) \|(( [\d.]+ \|){6})$", part, re.MULTILINE)
+    assert len(rows) == 6
+    for way, cells, _ in rows:
+        values = [float(x) for x in cells.split("|")[:-1]]
+        cases = [("the same text", 0.5), ("the same text", 0.35), ("a change of text", 0.5), ("a change of text", 0.35)]
+        assert values[2:] == pytest.approx([known[way, *c]["kl"] for c in cases], rel=0.05)
+        assert values[:2] == pytest.approx([known[way, *c]["bytes"] / 1e6 for c in cases[:2]], abs=0.06)
+    for text, share in {(t, s) for _, t, s in known}:
+        static, dynamic = (known[f"{x} by weighted energy", text, share] for x in ("static", "dynamic"))
+        assert all(b < a for a, b in zip(static["segment_kl"], dynamic["segment_kl"], strict=True))
+        assert dynamic["bytes"] == pytest.approx(static["bytes"], rel=1e-3)
+    learned = re.findall(r"^\| ([a-z -]+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \|$", part, re.MULTILINE)
+    own = {r["ranks"]: r for r in found["learned"]["rows"]}
+    assert len(learned) == len(own)
+    for name, gone, kl in learned:
+        assert (float(gone), float(kl)) == pytest.approx((own[name]["energy_lost"], own[name]["kl"]), rel=0.01)
+    assert len({r["bytes"] for r in own.values()}) == 1
 
 
 def test_commands_show_results_and_hand_measuring_over(monkeypatch):
