@@ -12,7 +12,8 @@ PLACE = Place("k", heads=2, width=8, n_heads=4, value_bits=16)
 
 
 def test_survey_is_covered():
-    assert {"query_key", "cumulative", "loss_attention", "saliency"} <= {n for n, s in SCORES.items() if "4.2.1" in s.survey}
+    attended = {n for n, s in SCORES.items() if "4.2.1" in s.survey}
+    assert {"query_key", "cumulative", "loss_attention", "saliency"} <= attended
     predicted = {n for n, s in SCORES.items() if s.survey == "4.2.2"}
     assert predicted == {"gradient", "perturbation", "mutual_information", "expected"}
     assert {"knorm", "auxiliary", "online_average"} <= {n for n, s in SCORES.items() if s.survey == "4.2.3"}
