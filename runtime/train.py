@@ -37,7 +37,7 @@ QUICK = Recipe("", steps=8, gates=3, prompt=96, scored=64, texts=4)
 @click.option("--texts", type=Count(), default=None, metavar="N", help="Pieces of text, gone over again.  [48]")
 @click.option("--prompt", type=Count(), default=None, metavar="T", help="Tokens of a piece's prompt.  [256]")
 @click.option("--scored", type=Count(), default=None, metavar="K", help="Tokens after it that are learned from.  [256]")
-@click.option("--rate", type=float, default=None, metavar="R", help="Step size for projections (Adam).  [0.0001]")
+@click.option("--rate", type=float, default=None, metavar="R", help="Step size for projections (Adam).  [0.00005]")
 @click.option("--gate-rate", type=float, default=None, metavar="R", help="Step size for gates, in bits.  [0.1]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the order of texts and of rotations.  [0]")
 @click.option("--policy", type=click.Path(), metavar="FILE",

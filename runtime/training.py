@@ -58,7 +58,7 @@ class Recipe:
     gates: int = 120
     prompt: int = 256
     scored: int = 256
-    rate: float = 1e-4
+    rate: float = 5e-5
     gate_rate: float = 0.1
     at: int = 1152
     seed: int = 0

@@ -302,19 +302,3 @@ def test_the_commands_mistakes_are_one_line(folder, tmp_path):
                 str(tmp_path / "x")]
         with pytest.raises(KvsimError, match=why):
             CliRunner().invoke(command, [*args, *more], catch_exceptions=False)
-
-
-@pytest.mark.slow
-def test_smollm2_learns_and_its_file_runs(tmp_path):
-    """On the real model: a few steps from the SVD lower the loss on their own text, and the file generates."""
-    from smollm2 import subject, topics
-
-    smol, _ = subject()
-    text = [topics(129)[0]]
-    training = Training(smol, text, Recipe("palu(rank=96)", steps=6, gates=0, prompt=96, scored=32, rate=2e-3))
-    training.run()
-    assert training.losses[-1] < 0.9 * training.losses[0]
-    calibration(training).save(tmp_path / "smol.safetensors")
-    with CompressedCache(training.method, smol, calibration=str(tmp_path / "smol.safetensors")) as cache:
-        out = smol.generate(topics(96), cache=cache, max_new_tokens=4, do_sample=False)
-    assert out.shape == (1, 100)
