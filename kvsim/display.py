@@ -37,7 +37,8 @@ def html_table(
     """A table with escaped cells; `left`: columns of words, all others stand right; `strong`: the row in bold."""
 
     def cell(tag: str, i: int, text: str) -> str:
-        return f'<{tag} style="text-align:{"left" if i in left else "right"}">{escape(text)}</{tag}>'
+        style = "text-align:left" if i in left else f"text-align:right{';white-space:nowrap' * (tag == 'td')}"
+        return f'<{tag} style="{style}">{escape(text)}</{tag}>'
 
     lines = ["<table><thead><tr>", *(cell("th", i, h) for i, h in enumerate(head)), "</tr></thead><tbody>"]
     for number, row in enumerate(rows):
@@ -155,13 +156,20 @@ def plan_html(plan: Plan) -> str:
         [
             paragraph(question_words(plan.case)),
             paragraph(("chosen: " if plan.chosen else "no answer: ") + plan.why()),
-            html_table(PLAN_HEADS, (plan_cells(c) for c in rows), strong=strong),
-            paragraph(f"{len(plan.considered)} considered, {len(plan.ranked)} may be chosen; to_frame() has all"),
+            html_table(PLAN_HEADS, (plan_cells(c) for c in rows), PLAN_WORDS, strong),
+            paragraph(
+                f"{len(plan.considered)} considered, {len(plan.ranked)} may be chosen; to_frame() has all. "
+                "KL: measured loss in nats a token, perhaps of another model (column evidence)"
+            ),
         ]
     )
 
 
-PLAN_HEADS = ("method", "cache", "peak and reserve", "fits", "longest context", "TTFT", "ms/token", "90%", "less")
+PLAN_HEADS = (
+    "method", "cache", "peak and reserve", "fits", "longest context", "TTFT", "ms/token", "90%", "less", "KL",
+)  # fmt: skip
+PLAN_WORDS = (0, 3)
+"""Columns of words."""
 
 
 def plan_cells(c: Candidate) -> tuple[str, ...]:
@@ -177,7 +185,15 @@ def plan_cells(c: Candidate) -> tuple[str, ...]:
         milliseconds(record.decode.seconds),
         f"{milliseconds(record.decode.low)}-{milliseconds(record.decode.high)}",
         f"{record.compression:.1f}x",
+        quality_words(c),
     )
+
+
+def quality_words(c: Candidate) -> str:
+    """What a method is known to lose: KL in nats a token; nothing; or unknown."""
+    if c.quality is None:
+        return "unknown"
+    return "none" if c.method.is_full else f"{c.quality['kl']:.3g}"
 
 
 def _draw(thing: Record | Plan | Sweep, out: Console) -> None:

@@ -41,7 +41,7 @@ UNITS = {
 }
 LOSSES = ("kl", "top1", "ppl_ratio", "evidence")
 """What a plan's rows say of measured quality; None where nothing was measured."""
-INSTALL = "pip install 'kvsim[notebooks]'"
+INSTALL = "pip install 'kvsim[plot]'"
 
 
 def family(method: Method) -> str:
@@ -70,7 +70,7 @@ def record_rows(record: Record) -> list[Row]:
         "cache_bytes": record.cache_bytes,
         "weights_bytes": record.weights_bytes,
         "total_bytes": record.total_bytes,
-        "peak_bytes": record.peak_bytes,
+        "peak_bytes": np.asarray(record.peak_bytes).astype(np.int64),  # whole, as in a sweep
         "reserve_bytes": record.reserve_bytes,
         "capacity_bytes": case.hardware.capacity_bytes,
         "fits": record.fits,
@@ -160,7 +160,12 @@ def frame(rows: Iterable[Row], **attrs: Any) -> pd.DataFrame:
         import pandas as pd
     except ImportError:
         raise KvsimError(f"DataFrames need pandas: {INSTALL}") from None
-    made = pd.DataFrame(list(rows))
+    held = list(rows)
+    made = pd.DataFrame(held)
+    for name in made.columns:
+        values = [row.get(name) for row in held]
+        if None in values and {type(v) for v in values} == {int, type(None)}:
+            made[name] = made[name].astype("Int64")  # else whole numbers would turn into floats beside what is missing
     made.attrs |= attrs
     return made
 

@@ -14,17 +14,19 @@ import numpy as np
 from kvsim.choice import Candidate
 from kvsim.display import html_table
 from kvsim.errors import KvsimError
-from kvsim.frames import Row
+from kvsim.frames import Row, called, rows_of
 from kvsim.grid import Sweep, sweep
 from kvsim.plan import Plan
 from kvsim.plot import context_memory, context_time, memory_bars, pareto, roofline, waterfall
-from kvsim.plot.style import INSTALL, rows
+from kvsim.plot.style import INSTALL, narrow, rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 4.8
-"""Inches: on a phone of 360 pixels the letters are then still nearly 10 pixels high."""
+WIDTHS = {"desk": 4.8, "phone": 3.5}
+"""Inches, by who looks: letters of 10 points are then 14 pixels high on a desk and 13 on a phone of 360 pixels."""
+TALLER = 0.5
+"""Inches that a phone's picture needs more, for the legend's lines and the names above bars."""
 LINES = 5
 BARS = 8
 DIGITS = 6
@@ -59,7 +61,8 @@ def pictures(plan: Plan) -> list[Picture]:
     subject = plan.chosen or plan.baseline
     answers, many = shown(plan, BARS), shown(plan, LINES)
     work = plan.case.workload
-    grid = context_sweep(plan, many)
+    names = {called(c.method): c.name for c in many}  # one method, one name on the whole page
+    grid = [{**row, "method": names.get(row["method"], row["method"])} for row in rows_of(context_sweep(plan, many))]
     found = [
         Picture("waterfall", f"Where the memory of {subject.name} goes, step by step to its peak.", 3.4,
                 lambda ax: waterfall(subject.record, ax)),
@@ -71,9 +74,10 @@ def pictures(plan: Plan) -> list[Picture]:
                 lambda ax: context_time(grid, int(work.batch), ax, plan.limits.max_tpot_ms)),
         Picture("pareto", "All methods that were considered; the frontier keeps more, is smaller or is faster than any "
                 "other. Hollow: does not fit or carries a caution.", 5.2,
-                lambda ax: pareto(plan, ax=ax, most_labels=8)),
+                lambda ax: pareto(plan, ax=ax, most_labels=5 if narrow(ax) else 8)),
         Picture("roofline", "Attention of one step under the device's roof; above the slope the last-level cache "
-                "helps. Bars are 90% intervals.", 4.6, lambda ax: roofline([c.record for c in many], ax=ax)),
+                "helps. Bars are 90% intervals.", 4.6,
+                lambda ax: roofline([c.record for c in many], ax=ax, names={} if narrow(ax) else names)),
     ]  # fmt: skip
     has_attention = all(any(x.name == "attention" and x.flops for x in c.record.decode.lines) for c in many)
     return found if has_attention else found[:-1]
@@ -101,35 +105,54 @@ def context_sweep(plan: Plan, methods: Sequence[Candidate]) -> Sweep:
     return sweep(case.model, case.hardware, written, lengths, batch, new, reserve_bytes=reserve, **options)
 
 
-def figure(picture: Picture) -> str:
-    """One picture as HTML: SVG, caption, and its table folded away."""
+def need_matplotlib() -> None:
+    """KvsimError with what to install where no picture can be drawn."""
     try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise KvsimError(f"report draws its pictures with matplotlib: {INSTALL}") from None
-    held = Figure(figsize=(WIDTH, picture.height), layout="constrained")
-    FigureCanvasAgg(held)
-    axes = picture.draw(held.add_subplot())
-    with mpl.rc_context({"svg.hashsalt": picture.name, "svg.fonttype": "path"}):
-        text = StringIO()
-        held.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        raise KvsimError(f"a report draws its pictures with matplotlib: {INSTALL}") from None
+
+
+def figure(picture: Picture) -> str:
+    """One picture as HTML: SVG for a desk and for a phone, of which a page shows one, its caption, its table folded."""
+    need_matplotlib()
+    made, held = "", list[Row]()
+    for screen in WIDTHS:
+        svg, held = _drawn(picture, screen)
+        made += svg
     return (
-        f'<figure id="{picture.name}">{_inline(text.getvalue(), picture)}'
+        f'<figure id="{picture.name}">{made}'
         f"<figcaption>{escape(picture.caption)}</figcaption>"
-        f'<details><summary>the figures</summary><div class="wide">{table(rows(axes))}</div></details></figure>'
+        f'<details><summary>the figures</summary><div class="wide">{table(held)}</div></details></figure>'
     )
 
 
-def _inline(svg: str, picture: Picture) -> str:
-    """An SVG file as an element of a page: no prologue, a name for screen readers, ids of its own."""
+def _drawn(picture: Picture, screen: str) -> tuple[str, list[Row]]:
+    """The SVG for one of WIDTHS, and the rows behind it."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    tall = picture.height + (TALLER if screen == "phone" else 0.0)
+    held = Figure(figsize=(WIDTHS[screen], tall), layout="constrained")
+    FigureCanvasAgg(held)
+    axes = picture.draw(held.add_subplot())
+    name = f"{picture.name}-{screen}"
+    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
+        text = StringIO()
+        held.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return _inline(text.getvalue(), name, f'class="{screen}" role="img"', picture.caption), rows(axes)
+
+
+def _inline(svg: str, name: str, words: str, caption: str) -> str:
+    """An SVG file as an element of a page: no prologue, a name for screen readers, ids of its own, few digits."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{picture.name}-", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     for side in ("height", "width"):
         svg = re.sub(rf'(<svg[^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.caption, quote=True)}"', 1)
+    return svg.replace("<svg", f'<svg {words} aria-label="{escape(caption, quote=True)}"', 1)
 
 
 def table(held: Sequence[Row]) -> str:

@@ -13,13 +13,13 @@ from string import Template
 
 import kvsim
 from kvsim.choice import OBJECTIVES, Candidate
-from kvsim.display import PLAN_HEADS, html_table, plan_cells
+from kvsim.display import PLAN_HEADS, PLAN_WORDS, html_table, plan_cells
 from kvsim.errors import KvsimError, shown
 from kvsim.knowledge import known
 from kvsim.plan import Plan, break_even, recompute
 from kvsim.report import duration, gib, milliseconds, parameters, quantity, size, tokens
 from kvsim.report_plan import kind_of
-from kvsim.webpictures import figure, pictures
+from kvsim.webpictures import figure, need_matplotlib, pictures
 from kvsim.webpictures import shown as answers
 from kvsim.weights import default_weights, weights_bytes
 
@@ -35,6 +35,9 @@ def check_page(path: str | Path) -> Path:
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else "the folder does not exist"
         raise KvsimError(f"--out {shown(str(path))}: {what}")
+    if not os.access(target.parent, os.W_OK):
+        raise KvsimError(f"--out {shown(str(path))}: the folder may not be written to")
+    need_matplotlib()
     return target
 
 
@@ -181,15 +184,14 @@ def _pictures(plan: Plan) -> str:
 def _others(plan: Plan) -> str:
     rows = answers(plan, MOST_ROWS)
     strong = rows.index(plan.chosen) if plan.chosen else None
-    quality = {c: _quality(c)[0] for c in rows}
-    cells = ([*plan_cells(c), quality[c]] for c in rows)
     reasons = _reasons(plan)
     more = len(reasons) - REASONS
     return _section(
         "What else would do, and what would not",
-        f'<div class="wide">{html_table([*PLAN_HEADS, "quality"], cells, strong=strong)}</div>',
+        f'<div class="wide">{html_table(PLAN_HEADS, map(plan_cells, rows), PLAN_WORDS, strong)}</div>',
         _p(f"{len(plan.considered)} methods considered, {len(plan.ranked)} may be chosen; these are the full cache, "
-           "the choice, and those that no other beats in memory, time and bits kept."),
+           "the choice, and those that no other beats in memory, time and loss. KL: the measured loss in nats a token, "
+           "which may be that of another model."),
         f"<ul>{''.join(reasons[:REASONS])}</ul>",
         _p(f"{more} further reasons are left out; kvsim fit --all lists them.", "soft") if more > 0 else "",
     )  # fmt: skip

@@ -30,6 +30,8 @@ c.height = image.naturalHeight; const d = c.getContext('2d'); d.drawImage(image,
 const p = d.getImageData(0, 0, c.width, c.height).data; const seen = new Set();
 for (let i = 0; i < p.length; i += 4) seen.add((p[i] << 16) | (p[i + 1] << 8) | p[i + 2]); return seen.size; }"""
 
+LETTERS = "svg => 10 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width"
+
 
 def chromium():
     found = next((w for w in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if w), None)
@@ -81,8 +83,9 @@ def test_the_report_is_readable(tab, report, size):
     assert loaded == [report.as_uri()], "the page must load nothing but itself"
     assert tab.evaluate("document.documentElement.scrollWidth") <= size["width"], "the page must not scroll sideways"
     assert float(tab.evaluate("parseFloat(getComputedStyle(document.querySelector('p')).fontSize)")) >= 14
-    pictures = tab.query_selector_all("figure svg")
+    pictures = [p for p in tab.query_selector_all("figure svg") if p.is_visible()]
     assert len(pictures) == 6
+    assert min(p.evaluate(LETTERS) for p in pictures) >= 12, "letters of ten points, in pixels of this screen"
     for picture in pictures:
         picture.scroll_into_view_if_needed()
         box = picture.bounding_box()

@@ -82,10 +82,12 @@ def context_time(
 
 
 def _plain_log(ax: Axes) -> None:
-    """Ticks of a logarithmic axis written out: 10, 20, 50."""
+    """Ticks of a logarithmic axis written out: 10, 20, 50, and more of them where it spans less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    ax.yaxis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0), numticks=12))
+    low, high = ax.get_ylim()
+    steps = (1.0, 2.0, 5.0) if high > 10 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    ax.yaxis.set_major_locator(LogLocator(10, steps, numticks=12))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
@@ -159,12 +161,15 @@ def best_method(source: Any, objective: Best = "speed", ax: Axes | None = None) 
 
     Args:
         source: a sweep or its DataFrame. objective: `speed` (fastest step), `gentle` (largest cache, which keeps most),
-            `memory` (smallest peak). Each cell holds a letter, so that no colour has to be told apart.
+            `memory` (smallest peak). Each cell holds a letter, so that no colour has to be told apart; the table behind
+            has it as `letter`.
     """
     from matplotlib.patches import Patch
 
     rows = best_rows(source, objective)
     names = at_most((r["method"] for r in rows if r["method"] != "nothing fits"), len(SERIES), "best methods")
+    letters = {name: chr(ord("A") + i) for i, name in enumerate(names)}
+    rows = [{**row, "letter": letters.get(row["method"], "")} for row in rows]
     batches, prompts = (sorted({r[k] for r in rows}) for k in ("batch", "prompt_tokens"))
     colours = dict(zip(names, (SERIES[1], SERIES[4], SERIES[2], SERIES[3], YELLOW, SERIES[0], SERIES[5]), strict=False))
     with page(ax, (7.2, 1.8 + 0.36 * len(batches))) as axes:
@@ -174,9 +179,8 @@ def best_method(source: Any, objective: Best = "speed", ax: Axes | None = None) 
             look: dict[str, Any] = {"color": colour} if colour else {"facecolor": "white", "edgecolor": FAINT}
             axes.bar(x, 1, 1, bottom=y - 0.5, hatch=None if colour else "///", linewidth=0, **look)
             if colour:
-                letter = chr(ord("A") + names.index(row["method"]))
                 dark = colour in (SERIES[0], SERIES[5])
-                axes.text(x, y, letter, ha="center", va="center", color="white" if dark else "black", fontsize=9)
+                axes.text(x, y, row["letter"], ha="center", va="center", color="white" if dark else "black", fontsize=9)
         axes.set_xticks(range(len(prompts)), [count(t) for t in prompts])
         axes.set_yticks(range(len(batches)), [str(b) for b in batches])
         axes.set_xlim(-0.5, len(prompts) - 0.5)
@@ -185,7 +189,7 @@ def best_method(source: Any, objective: Best = "speed", ax: Axes | None = None) 
         axes.set_xlabel("prompt (tokens; k = 1,024)")
         axes.set_ylabel("batch (sequences)")
         title(axes, f"best of what fits: {BEST[objective][0]}")
-        keys = [Patch(color=colours[n], label=f"{chr(ord('A') + i)}: {n}") for i, n in enumerate(names)]
+        keys = [Patch(color=colours[n], label=f"{letters[n]}: {n}") for n in names]
         if any(r["method"] == "nothing fits" for r in rows):
             keys.append(Patch(facecolor="white", edgecolor=FAINT, hatch="///", label="nothing fits"))
         below(axes, keys)

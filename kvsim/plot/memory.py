@@ -9,8 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsim.errors import KvsimError
-from kvsim.frames import Row, column, rows_of
-from kvsim.plot.style import BLUE, FAINT, GREEN, LIMIT, ORANGE, PURPLE, SKY, at_most, below, gib, page, remember, title
+from kvsim.frames import Row, called, column, rows_of
+from kvsim.plot.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    LIMIT,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    SKY,
+    at_most,
+    below,
+    gib,
+    narrow,
+    page,
+    remember,
+    title,
+)
 from kvsim.record import Record
 from kvsim.report import gib as written
 
@@ -55,26 +71,24 @@ def waterfall(record: Record, ax: Axes | None = None) -> Axes:
     colours = {"weights": FAINT, "runtime reserve": ORANGE, "state and cross-attention": PURPLE}
     with page(ax, (7.2, 1.2 + 0.4 * len(rows))) as axes:
         limit = capacity["bytes"]
+        thick, join = _rows_named(axes, [r["step"] for r in (*steps, total)], 0.62), not narrow(axes)
         for i, row in enumerate([*steps, total]):
             name = row["step"]
             colour = BLUE if name.startswith("cache") else colours.get(name, SKY)
             left, width = gib(row["start_bytes"]), gib(row["bytes"])
             last = row is total
             colour = (LIMIT if row["bytes"] > limit else GREEN) if last else colour
-            axes.barh(i, width, left=left, color=colour, height=0.62, hatch="//" if last and colour == LIMIT else None)
+            axes.barh(i, width, left=left, color=colour, height=thick, hatch="//" if last and colour == LIMIT else None)
             _beside(axes, left + width, i, written(row["bytes"]))
-            if not last:
+            if not last and join:
                 axes.plot([left + width] * 2, [i + 0.31, i + 0.69], color=FAINT, linewidth=0.8)
         axes.axvline(gib(limit), color=LIMIT, linewidth=1.5, linestyle="--")
-        axes.set_yticks(range(len(steps) + 1), [r["step"] for r in (*steps, total)])
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.set_xlim(0, 1.16 * gib(max(total["bytes"], limit)))
+        axes.set_xlim(0, (1.35 if narrow(axes) else 1.16) * gib(max(total["bytes"], limit)))
         axes.set_xlabel("memory of one device (GiB)")
         left_over = limit - total["bytes"]
         ends = f"{written(left_over)} left" if left_over >= 0 else f"{written(-left_over)} short"
         case = record.case
-        title(axes, f"{case.method}\n{ends} of {written(limit)} (dashed)")
+        title(axes, f"{called(case.method)}\n{ends} of {written(limit)} (dashed)")
         return remember(axes, rows)
 
 
@@ -106,21 +120,36 @@ def memory_bars(source: Any, ax: Axes | None = None) -> Axes:
     names = [fill(str(row["method"]), 32, break_long_words=False) for row in rows]
     tall = max(0.36, *(0.2 * (name.count("\n") + 1) for name in names))
     with page(ax, (7.2, 1.6 + tall * len(rows))) as axes:
-        starts = np.zeros(len(rows))
+        starts, thick = np.zeros(len(rows)), _rows_named(axes, names, 0.68)
         for key, colour, words in PARTS:
             wide = np.array([gib(row[key]) for row in rows])
             if wide.any():
-                axes.barh(range(len(rows)), wide, left=starts, color=colour, height=0.68, label=words)
+                axes.barh(range(len(rows)), wide, left=starts, color=colour, height=thick, label=words)
             starts += wide
         _totals(axes, rows, starts, limit)
         axes.axvline(gib(limit), color=LIMIT, linewidth=1.5, linestyle="--", label=f"capacity, {written(limit)}")
-        axes.set_yticks(range(len(rows)), names)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.set_xlim(0, 1.14 * max(gib(limit), starts.max()))
+        axes.set_xlim(0, (1.35 if narrow(axes) else 1.14) * max(gib(limit), starts.max()))
         axes.set_xlabel("memory of one device at the peak (GiB)")
         below(axes)
         return remember(axes, rows)
+
+
+def _rows_named(ax: Axes, names: Sequence[str], thick: float) -> float:
+    """Names of horizontal bars at 0, 1, 2... from above: beside them, or above where the picture is narrow.
+
+    Returns how thick the bars may be.
+    """
+    ax.set_ylim(len(names) - 0.45, -0.55)
+    ax.grid(False, axis="y")
+    if not narrow(ax):
+        ax.set_yticks(range(len(names)), names)
+        return thick
+    ax.set_yticks([])
+    thick = 0.36
+    for i, name in enumerate(names):
+        above: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "zorder": 5, "bbox": PAPER}
+        ax.annotate(" ".join(name.split()), (0, i - thick / 2), (2, 4), **above)
+    return thick
 
 
 def _totals(ax: Axes, rows: Sequence[Row], ends: Any, limit: int) -> None:
@@ -133,6 +162,5 @@ def _totals(ax: Axes, rows: Sequence[Row], ends: Any, limit: int) -> None:
 
 def _beside(ax: Axes, x: float, y: float, words: str, colour: str = "black") -> None:
     """A figure at the end of a bar, on white so that the dashed line does not run through it."""
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "bbox": paper}
+    place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "bbox": PAPER}
     ax.annotate(words, (x, y), (4, 0), color=colour, zorder=5, **place)

@@ -10,11 +10,11 @@ from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.frames import Row, called, family
 from kvsim.hardware import HardwareProfile
 from kvsim.plot.labels import label
-from kvsim.plot.style import BLACK, FAINT, FAMILIES, SIZE, below, page, remember, title
+from kvsim.plot.style import BLACK, FAINT, FAMILIES, PAPER, SIZE, below, page, remember, title
 from kvsim.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -69,11 +69,13 @@ def roofline(
     phase: Literal["prefill", "decode"] = "decode",
     line: str = "attention",
     ax: Axes | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Axes:
     """Methods under their device's roof: achieved TFLOP/s against intensity (flops a byte), both logarithmic.
 
     Args:
         records: one or several, all on one device. phase, line: which work; `all` for the whole phase.
+        names: other names for methods.
 
     The roof is the datasheet's; vertical bars are 90% intervals.
     """
@@ -83,6 +85,7 @@ def roofline(
         raise KvsimError(f"a roofline has one device; the records have {', '.join(devices) or 'none'}")
     device = next(iter(devices.values()))
     rows = roofline_rows(held, phase, line)
+    rows = [{**row, "method": (names or {}).get(row["method"], row["method"])} for row in rows]
     with page(ax, (SIZE[0], 4.8)) as axes:
         _roof(axes, device, [r["intensity"] for r in rows])
         for name, (colour, marker, words) in FAMILIES.items():
@@ -129,4 +132,7 @@ def _roof(ax: Axes, device: HardwareProfile, intensities: Sequence[float]) -> No
 def _note(ax: Axes, at: tuple[float, float], words: str, side: str, slope: float = 0.0) -> None:
     """What a line of the roof stands for, written along it."""
     place: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": FAINT}
-    ax.annotate(words, at, (-2 if side == "right" else 0, 2), rotation=slope, rotation_mode="anchor", **place)
+    if not slope:
+        place["bbox"] = PAPER
+    offset = (-2 if side == "right" else 0, 2 if slope else 4)
+    ax.annotate(words, at, offset, rotation=slope, rotation_mode="anchor", **place)

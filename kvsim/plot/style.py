@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-INSTALL = "pip install 'kvsim[notebooks]'"
+INSTALL = "pip install 'kvsim[plot]'"
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
@@ -28,6 +28,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = (
     "-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), "--",
 )  # fmt: skip
+PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+"""White behind a text, so that no line runs through it."""
 LIMIT = RED
 FAINT = "#767676"
 
@@ -59,6 +61,8 @@ RULES = {
 }
 SIZE = (7.2, 4.2)
 """Inches: what a notebook cell is wide."""
+NARROW = 4.2
+"""Inches: below this, a picture is for a phone: names stand above bars and ticks are few."""
 
 _TABLES: WeakKeyDictionary[Axes, list[Row]] = WeakKeyDictionary()
 
@@ -111,6 +115,11 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def narrow(ax: Axes | Axis) -> bool:
+    """Whether a picture is made for a phone."""
+    return bool(ax.figure.get_figwidth() < NARROW)  # type: ignore[union-attr]
+
+
 def powers(axis: Axis, values: Iterable[float]) -> None:
     """A logarithmic axis of counts, its ticks at powers of two and written as 4k, 8k."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -118,7 +127,8 @@ def powers(axis: Axis, values: Iterable[float]) -> None:
     held = [v for v in values if v > 0]
     axis._set_axes_scale("log", base=2)  # type: ignore[attr-defined]
     wide = max(held) / min(held) if held else 1.0
-    axis.set_major_locator(LogLocator(base=2.0 if wide <= 2**10 else 4.0, numticks=40))
+    most = 2**5 if narrow(axis) else 2**10
+    axis.set_major_locator(LogLocator(base=2.0 if wide <= most else 4.0, numticks=40))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda v, _: count(v)))
 
@@ -143,9 +153,14 @@ def below(ax: Axes, handles: Sequence[Any] | None = None) -> None:
 
 
 def title(ax: Axes, words: str) -> None:
-    """A title, on as many lines as the figure's width asks for."""
-    wide = int(10.5 * ax.figure.get_figwidth())  # type: ignore[union-attr]
-    ax.set_title("\n".join(fill(line, wide) for line in words.split("\n")))
+    """A title, on as many lines as the room from the axes' left edge asks for; sizes must be final but for this."""
+    figure: Any = ax.figure
+    figure.draw_without_rendering()
+    end = figure.bbox.x1 if figure.axes == [ax] else ax.get_window_extent().x1
+    for wide in range(int(12 * figure.get_figwidth()), 11, -2):
+        made = ax.set_title("\n".join(fill(line, wide) for line in words.split("\n")))
+        if made.get_window_extent().x1 <= end:
+            return
 
 
 def at_most(names: Iterable[str], limit: int, what: str) -> list[str]:

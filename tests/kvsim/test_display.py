@@ -183,3 +183,17 @@ def test_importing_kvsim_and_its_pictures_brings_neither_pandas_nor_matplotlib()
     heavy = "{'pandas', 'matplotlib', 'xarray'}"
     code = f"import sys, kvsim.plot, kvsim.display, kvsim.frames; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_whole_numbers_stay_whole_in_frames():
+    pd = pytest.importorskip("pandas")
+    from kvsim.frames import frame
+
+    made = frame([{"bytes": 2**40 + 1, "s": 0.5}, {"bytes": None, "s": None}])
+    assert str(made["bytes"].dtype) == "Int64"  # a float would show 1.099512e+12
+    assert made["bytes"][0] == 2**40 + 1
+    assert made["bytes"].isna().tolist() == [False, True]
+    assert made["s"].dtype == "float64"
+    model, device = kvsim.load_model("llama-3.1-8b"), kvsim.load_device("rtx-4090")
+    held = kvsim.fit(model, device, kvsim.Workload(1, 999), methods=["int8"]).to_frame()
+    assert all(pd.api.types.is_integer_dtype(held[c]) for c in held if c.endswith("_bytes"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from datetime import date
 from html.parser import HTMLParser
 
@@ -15,7 +16,8 @@ from kvsim.plan import Limits
 pytest.importorskip("matplotlib")
 
 from kvsim import webreport
-from kvsim.webpictures import context_sweep, pictures, spread
+from kvsim.plot.style import rows
+from kvsim.webpictures import WIDTHS, context_sweep, pictures, spread
 
 MODEL, DEVICE = kvsim.load_model("llama-3.1-8b"), kvsim.load_device("rtx-4090")
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -66,7 +68,7 @@ def test_the_page_needs_nothing_else_and_is_well_formed(text):
     assert len(page.ids) == len(set(page.ids)), "ids of different pictures must not collide"
     targets = {link[1:] for link in page.links} | set(re.findall(r"url\(#([^)]*)\)", text))
     assert targets <= set(page.ids)
-    assert page.tags.count("svg") == 6
+    assert page.tags.count("svg") == 12, "six for a desk and six for a phone"
     assert '<meta name="viewport"' in text
     assert "@media print" in text
     assert len(text) < 2**21
@@ -84,10 +86,43 @@ def test_each_picture_has_its_table_and_words_for_those_who_do_not_see(text):
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
     assert len(figures) == 6
     for figure in figures:
-        assert re.search(r'role="img" aria-label="[^"]{20,}"', figure)
+        assert len(re.findall(r'<svg class="(?:desk|phone)" role="img" aria-label="[^"]{20,}"', figure)) == 2
         assert "<figcaption>" in figure
         assert figure.count("<tr>") > 3
         assert len(re.findall(r"<(path|use)", figure)) > 20
+
+
+@pytest.mark.parametrize("screen", WIDTHS)
+def test_no_word_of_a_picture_leaves_it(plan, screen):
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    for picture in pictures(plan):
+        held = Figure(figsize=(WIDTHS[screen], picture.height + 0.5), layout="constrained")
+        picture.draw(held.add_subplot())
+        held.draw_without_rendering()
+        ticks = {t for axes in held.axes for t in axes.get_xticklabels() + axes.get_yticklabels()}
+        for text in held.findobj(Text):
+            if text not in ticks and text.get_visible() and text.get_text().strip():
+                box = text.get_window_extent()
+                assert box.x0 >= -2, (picture.name, text.get_text())
+                assert box.x1 <= held.bbox.x1 + 2, (picture.name, text.get_text())
+
+
+def test_one_method_has_one_name_on_the_page(plan):
+    # The policy's own way of writing drops defaults; the page calls each method as the plan does.
+    drawn = {p.name: p for p in pictures(plan)}
+    from matplotlib.figure import Figure
+
+    for name in ("memory", "time"):
+        axes = drawn[name].draw(Figure(figsize=(4.8, 4.2), layout="constrained").add_subplot())
+        assert {row["method"] for row in rows(axes)} <= {c.name for c in plan.considered}
+
+
+def test_a_page_says_what_to_install_before_it_computes(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(KvsimError, match=r"pip install 'kvsim\[plot\]'"):
+        webreport.check_page(tmp_path / "a.html")
 
 
 def test_a_question_without_an_answer_is_a_page_too():
