@@ -201,12 +201,13 @@ def _price(spend: Any, limit: int) -> float:
 @click.option("--scored", type=Count(), default=48, metavar="K", help="Tokens after them that are scored.  [48]")
 @click.option("--context", type=Count(), default=384, metavar="T", help="Tokens of a retrieval task's context.  [384]")
 @click.option("--cases", type=Count(), default=1, metavar="N", help="Cases of every task and depth.  [1]")
+@click.option("--most", type=Count(), default=None, metavar="N", help="Requests at most.  [all]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the tasks.  [0]")
 @click.option("--share", type=float, default=0.15, help="Memory of a request, of the longest one in full.  [0.15]")
 @click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON; what it holds already stays.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(model: str, text_file: str | None, lengths: str, each: int, scored: int, context: int, cases: int,
-            seed: int, share: float, out: str | None, as_json: bool) -> None:
+            most: int | None, seed: int, share: float, out: str | None, as_json: bool) -> None:
     """Measure here what adapting to content, task and request buys at equal bytes."""
     from runtime.quality_subjects import load_subject, load_text
 
@@ -215,7 +216,8 @@ def command(model: str, text_file: str | None, lengths: str, each: int, scored: 
     text = load_text(subject.tokenizer, text_file)
     sizes = [int(x) for x in lengths.split(",")]
     pieces = text.between(each * len(sizes), max(sizes) + scored + 1, 3, 256)
-    requests = interleaved(texts(subject, text, sizes, each, scored), retrievals(subject, text, context, cases, seed))
+    asked = retrievals(subject, text, context, cases, seed)
+    requests = interleaved(texts(subject, text, sizes, each, scored), asked)[:most]
 
     weigh = class_weights(subject, pieces)
     result = labelled("adapt", subject, text, seed) | {

@@ -14,7 +14,7 @@ from kvsim.controller import Candidate, Controller, Seen, Signals, fitted
 from kvsim.errors import KvsimError
 from kvsim.model import ModelSpec
 from kvsim.portions import Portions, parse_portions, shared_out
-from kvsim.survey_results import TABLES, lines, shipped
+from kvsim.survey_results import TABLES, adapted, lines, shipped
 from kvsim.tasks import TASKS, labels_for, portions_for, task
 
 MODEL = ModelSpec.from_numbers(layers=2, n_heads=4, n_kv_heads=2, head_dim=8)
@@ -190,6 +190,24 @@ def test_the_pages_ranks_are_what_was_measured():
     assert len({r["bytes"] for r in own.values()}) == 1
 
 
+def test_the_pages_adaptation_is_what_was_measured():
+    part = PAGE.split("## 7.1 Adaptive compression")[1].split("\n## ")[0].replace("\\|", "/")
+    found = shipped("adapt")
+    told = {}
+    for line in part.splitlines():
+        cells = [c.strip().strip("`").replace("/", "|") for c in line.split("|")[1:-1]]
+        if cells and cells[0] in ("fixed", "adapted"):
+            told[cells[1]] = cells[2:]
+    for level in ("rows", "bits"):
+        for _, method, kb, text, tasks, right, asked in adapted([r for r in found["rows"] if r["level"] == level]):
+            own = told.pop(method)
+            assert (int(own[0].replace(",", "")), own[3]) == (kb, f"{right} of {asked}")
+            assert [float(x) for x in own[1:3]] == pytest.approx([text, tasks], rel=0.05)
+    assert not told
+    for row in found["controller"]["equal_bytes"]:
+        assert row["controlled"]["bytes"] <= row["fixed"]["bytes"]
+
+
 def test_commands_show_results_and_hand_measuring_over(monkeypatch):
     from click.testing import CliRunner
 
@@ -214,6 +232,6 @@ def test_commands_show_results_and_hand_measuring_over(monkeypatch):
 def test_shipped_bytes_were_held_as_predicted():
     assert all(r["cache_bytes"] == r["held_bytes"] for r in shipped("importance")["rows"])
     assert all(r["bytes"] == r["predicted"] for r in shipped("ranks")["rows"])
-    adapted = [r for r in shipped("adapt")["rows"] if r["way"] == "adapted"]
-    assert adapted
-    assert all(r["bytes"] <= r["limit"] for r in adapted)
+    ways = [r for r in shipped("adapt")["rows"] if r["way"] == "adapted"]
+    assert ways
+    assert all(r["bytes"] <= r["limit"] for r in ways)
