@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -302,3 +303,19 @@ def test_the_commands_mistakes_are_one_line(folder, tmp_path):
                 str(tmp_path / "x")]
         with pytest.raises(KvsimError, match=why):
             CliRunner().invoke(command, [*args, *more], catch_exceptions=False)
+
+
+def test_the_page_tells_what_training_was_measured_to_buy():
+    root = Path(__file__).parents[2]
+    part = (root / "runtime/survey.md").read_text("utf-8").split("## 7.3 ")[1].split("\n## ")[0]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| ")]
+    told = {(r[0], r[1], r[2]) for r in rows if r[1] != "bits" and r[1] != "---"}
+    measured = set()
+    for file in sorted((root / "kvsim/data/evidence").glob("training-*.json")):
+        found = json.loads(file.read_text("utf-8"))
+        assert found["predicted_bytes"] == found["held_bytes"]
+        limit = max(r["bits"] for r in found["rows"] if r["name"].startswith("uniform"))
+        assert all(r["bits"] <= limit for r in found["rows"])
+        assert all(found[k] for k in ("model_hash", "text_hash", "date", "machine"))
+        measured |= {(r["name"], f"{r['bits']:.2f}", f"{r['kl']:.3f}") for r in found["rows"]}
+    assert told == measured
