@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import kvsim
@@ -12,8 +13,9 @@ from runtime import running_model
 from runtime import validate as module
 from runtime.cache import spec_of
 from runtime.device import this_machine
+from runtime.pace import Pace
 from runtime.random_model import random_model
-from runtime.timing import QUIET_SPREAD
+from runtime.timing import QUIET_SPREAD, summary
 from runtime.validate import METHODS, Grid, crowded, validate
 from runtime.validation_stats import coverage_range, figures, order
 from tests.runtime.test_measure import CONFIG
@@ -165,3 +167,11 @@ def test_the_command_saves_its_record(here, tmp_path, monkeypatch):
     record = json.loads(out.read_text())
     assert record["kind"] == "validation"
     assert record["grid"]["methods"] == ["full", "int(bits=4,group=8)", "fp8"]
+
+
+def test_a_machine_slower_than_at_its_best_is_told_by_a_product_and_a_read():
+    pace = Pace(torch.device("cpu"))
+    times = iter([2.0, 4.0, 1.0, 6.0, 3.0, 4.0])
+    pace.bench.time = lambda work, cold: replace(summary([1.0], [0]), seconds=next(times))
+    # the first is the best so far; then the read is faster, the product 6 / 4; then the read takes 3 of 1
+    assert [pace.now() for _ in range(3)] == [1.0, 1.5, 3.0]
