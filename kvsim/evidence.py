@@ -33,7 +33,8 @@ class Evidence:
     kl: nats a token, KL(full || method). top1: share of tokens whose likeliest successor stays. ppl_ratio: perplexity
     over that of the uncompressed model, ppl_full. attention_error: relative error of each layer's attention output,
     errors of layers below included. kept: share of rows that a step attends, at prompt + scored tokens. bits: stored
-    for each value of the full cache, there. A sentence in `where` says what was measured.
+    for each value of the full cache, there. seconds: of processor time that measuring took. A sentence in `where` says
+    what was measured.
     """
 
     model: str
