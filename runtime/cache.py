@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -124,7 +125,8 @@ class CompressedCache(Cache):
         return self.__deepcopy__({})
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False):
+        # while Python ends, transformers' modules may be gone already
+        if getattr(self, "_open", False) and not sys.is_finalizing():
             self.close()
 
     def set_scores(self, scores: list[Tensor]) -> None:
