@@ -18,7 +18,7 @@ FORMATS = ("int(bits=8)", "int(bits=4)", "int(bits=2)", "int(bits=3)", "float8(k
            "mxfp(bits=4)", "mxfp(bits=8)", "mixed")
 POLICIES = ("snapkv(budget=0.5)", "topk(budget=0.5)", "pages(size=16,top=256)", "stride", "tiers", "multiscale",
             "window(sinks=4,recent=252)", "h2o(budget=0.5)", "tova(budget=0.5)", "scissorhands(budget=0.5)",
-            "ada(budget=0.5)", "pyramid(budget=0.5)", "hierarchy", "lsh_merge")
+            "ada(budget=0.5)", "pyramid(budget=0.5)", "hierarchy", "lsh_merge", "modal(segments=image32x32-text)")
 BASES = ("svd(rank=32)", "random_projection(rank=32)", "online_svd(rank=16)", "tucker", "nmf(rank=16)")
 CORRECTED = ("int(bits=4)+outliers(fraction=0.02)", "int(bits=4)+lowrank(rank=4)")
 PLAIN_POLICIES = ("snapkv", "topk")
