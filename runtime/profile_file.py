@@ -78,9 +78,8 @@ def write(text: str, path: Path) -> HardwareProfile:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)  # gone where it was moved
     return profile
 
 
