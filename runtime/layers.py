@@ -255,7 +255,7 @@ class CompressedLayer(CacheLayerMixin):
     # -- accounting ----------------------------------------------------------------------------------------------
 
     def rows(self) -> LayerRows | None:
-        """Rows that each sequence and KV head holds, and held when the prompt ended; None before that."""
+        """Rows that each sequence and KV head holds, and held when the prompt ended, over all pieces; None before."""
         if not self.pieces:
             return None
         heads = self.geometry.n_kv_heads
@@ -263,8 +263,8 @@ class CompressedLayer(CacheLayerMixin):
         for piece in self.pieces:
             for b in piece.sequences.tolist():
                 for h in range(piece.heads.start, piece.heads.stop):
-                    held[b * heads + h] = piece.store.live_rows()
-                    prompt[b * heads + h] = piece.store.keys.prompt_rows or 0
+                    held[b * heads + h] += piece.store.live_rows()
+                    prompt[b * heads + h] += piece.store.keys.prompt_rows or 0
         return LayerRows(held, prompt)
 
     def held(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:

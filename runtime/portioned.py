@@ -12,7 +12,6 @@ from kvsim.content import counted
 from kvsim.errors import KvsimError
 from kvsim.method import Method, parse_method
 from kvsim.portions import LATER, Portions, parse_portions
-from kvsim.ragged import LayerRows
 from runtime.attention import Rule, attend_rows, observe
 from runtime.budgets import Ranked, best, secured
 from runtime.cache import CompressedCache
@@ -127,18 +126,6 @@ class PortionedLayer(CompressedLayer):
     def activate_past_recording(self) -> None:
         """Drafts are settled as they come."""
         raise KvsimError("portions: assisted generation needs a cache that can be cropped")
-
-    def rows(self) -> LayerRows | None:
-        """Rows that each sequence and KV head holds, and held when the prompt ended, summed over its portions."""
-        if not self.pieces:
-            return None
-        heads = self.geometry.n_kv_heads
-        held, prompt = [0] * (self.batch_size * heads), [0] * (self.batch_size * heads)
-        for piece in self.pieces:
-            for at in range(int(piece.sequences[0]) * heads, (int(piece.sequences[0]) + 1) * heads):
-                held[at] += piece.store.live_rows()
-                prompt[at] += piece.store.keys.prompt_rows or 0
-        return LayerRows(held, prompt)
 
     def held(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """(name, shape, live bytes, bytes of the storage) of every tensor; per-model buffers once a method."""
