@@ -110,13 +110,8 @@ class Scored(TokenPolicy):
         return self.ranking.step_work(rows.attended, heads, place, self.observed) + least_work(rows.attended, heads)
 
 
-class Windowed(Scored):
-    """A prompt policy: window and sinks stay, a smoothed score ranks the other rows for what the budget leaves."""
-
-    budget: Budget
-    window: int
-    kernel: int
-    sinks: int
+class AnyScore(Scored):
+    """A policy that takes every score: what it needs is what the score needs."""
 
     @property
     def needs_weights(self) -> bool:  # type: ignore[override]
@@ -127,6 +122,15 @@ class Windowed(Scored):
     def per_head(self) -> bool:  # type: ignore[override]
         """Whether KV heads choose differently."""
         return self.ranking.by_head
+
+
+class Windowed(AnyScore):
+    """A prompt policy: window and sinks stay, a smoothed score ranks the other rows for what the budget leaves."""
+
+    budget: Budget
+    window: int
+    kernel: int
+    sinks: int
 
     def check(self) -> None:
         """Protected rows fit a budget in rows; the kernel has a middle."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvsim.budgets import Scored, check_protected, prompt_budget, prompt_rows, protected_inside, running_rows
+from kvsim.budgets import AnyScore, check_protected, prompt_budget, prompt_rows, protected_inside, running_rows
 from kvsim.errors import KvsimError
 from kvsim.parts import Budget, Place, Rows, budget_rows, setting
 from kvsim.scores import SCORES
@@ -13,7 +13,7 @@ from kvsim.workload import Count
 
 
 @dataclass(frozen=True)
-class TopK(Scored):
+class TopK(AnyScore):
     """Keep the rows of largest score, with the newest and the first inside the budget.
 
     when=prompt: max(recent + sinks, ceil(budget * T)) rows of the prompt, later rows are added. when=running:
@@ -43,16 +43,6 @@ class TopK(Scored):
     def drops(self) -> Literal["none", "prefill", "rows", "pages"]:  # type: ignore[override]
         """Rows of the prompt, or rows at every step."""
         return "rows" if self.when == "running" else "prefill"
-
-    @property
-    def needs_weights(self) -> bool:  # type: ignore[override]
-        """Whether the score sums the weights of all queries."""
-        return self.ranking.needs_weights
-
-    @property
-    def per_head(self) -> bool:  # type: ignore[override]
-        """Whether KV heads choose differently."""
-        return self.ranking.by_head
 
     def protected(self, kept: int) -> tuple[int, int]:
         """(newest, first) rows that are safe among `kept`."""
