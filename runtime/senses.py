@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -175,22 +175,44 @@ def trained(steps: int, seed: int = 0, report: int = 0, keep: Path | None = None
             right = (logits.argmax(-1) == asked.answers).float().mean()
             print(f"{step}: {asked.kind} loss {loss.item():.3f}, right {right.item():.2f}", flush=True)
         if keep is not None and (step + 1) % PAUSE == 0:
-            parts = [x.state_dict() for x in (model, optimizer, plan)]
-            torch.save({**run, "done": step + 1, "parts": parts, "drawn": examples.generator.get_state()}, keep)
+            _keep(keep, run | {"done": step + 1}, (model, optimizer, plan), examples)
     return model.eval()
+
+
+def _keep(keep: Path, run: dict[str, int], parts: tuple[Any, ...], examples: Examples) -> None:
+    """Write a run with safetensors: tensors as such, what else it takes as words beside them."""
+    from safetensors.torch import save_file
+
+    model, optimizer, plan = (part.state_dict() for part in parts)
+    tensors = {f"model.{name}": x for name, x in model.items()} | {"drawn": examples.generator.get_state()}
+    tensors |= {f"adam.{i}.{name}": x for i, held in optimizer["state"].items() for name, x in held.items()}
+    said = {"run": run, "groups": optimizer["param_groups"], "plan": plan}
+    save_file({name: x.clone() for name, x in tensors.items()}, keep, {k: json.dumps(v) for k, v in said.items()})
 
 
 def _resumed(keep: Path, run: dict[str, int], parts: tuple[Any, ...], examples: Examples) -> int:
     """Put a kept run back in place and tell how many of its steps are done."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        held = torch.load(keep, weights_only=True)
+        with safe_open(keep, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            said = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+        held = said["run"]
         if {name: held[name] for name in run} != run:
             raise KvsimError(f"{keep} keeps a run of {held['steps']} steps with seed {held['seed']}; ask for that one")
-        for part, state in zip(parts, held["parts"], strict=True):
-            part.load_state_dict(state)
-        examples.generator.set_state(held["drawn"])
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, x in tensors.items():
+            if name.startswith("adam."):
+                _, index, what = name.split(".")
+                state.setdefault(int(index), {})[what] = x
+        model = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
+        optimizer = {"state": state, "param_groups": said["groups"]}
+        for part, put in zip(parts, (model, optimizer, said["plan"]), strict=True):
+            part.load_state_dict(put)
+        examples.generator.set_state(tensors["drawn"])
         return int(held["done"])
-    except (OSError, RuntimeError, KeyError, TypeError, UnpicklingError) as error:
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise KvsimError(f"{keep} keeps no run of this model: {str(error).splitlines()[0]}") from None
 
 
