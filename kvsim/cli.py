@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from kvsim import cli_adaptive, cli_answers, cli_codesign, cli_compare, cli_engines, cli_lists, cli_report, cli_runtime
-from kvsim.cli_options import WRONG_QUESTION
+from kvsim.cli_options import WRONG_QUESTION, refuse_repeats
 from kvsim.errors import KvsimError, did_you_mean, shown
 
 INTERRUPTED = 130
@@ -65,7 +65,10 @@ class Program(click.Group):
             raise KvsimError(
                 f"command {shown(args[0])} is not known{did_you_mean(args[0], known)}; the commands: {', '.join(known)}"
             )
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        if found[1] is not None:
+            refuse_repeats(found[1], found[2])
+        return found
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order they were added, which is the order of use."""

@@ -218,6 +218,16 @@ def _bundled(command: Command, kind: type, name: str, options: tuple[Callable[[C
     return made
 
 
+def refuse_repeats(command: click.Command, args: list[str]) -> None:
+    """KvsimError where an option that takes one value stands on the line twice: click would drop the first unsaid."""
+    quiet = click.Context(command, resilient_parsing=True, **command.context_settings)
+    seen: set[str] = set()
+    for param in command.make_parser(quiet).parse_args(list(args))[2]:
+        if isinstance(param, click.Option) and not param.multiple and not param.is_flag and param.opts[0] in seen:
+            raise KvsimError(f"{param.opts[0]} is given twice; give it once, a list split by commas")
+        seen.add(param.opts[0])
+
+
 def print_json(answer: Any) -> None:
     """One JSON document on standard output; a figure that is not finite has no place in it."""
     try:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import click
 
-from kvsim.cli_options import print_json
+from kvsim.cli_options import print_json, refuse_repeats
 from kvsim.errors import KvsimError
 
 INSTALL = "pip install 'kvsim[runtime]'"
@@ -23,6 +23,7 @@ def hand_over(name: str, args: list[str]) -> None:
     if find_spec(f"runtime.{name}") is None:
         raise KvsimError(f"{name} is not part of this release of kvsim; it comes with a later one")
     command = import_module(f"runtime.{name}").command
+    refuse_repeats(command, args)
     command.main(args, prog_name=f"kvsim {name}", standalone_mode=False)
 
 
