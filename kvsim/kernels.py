@@ -78,6 +78,8 @@ KERNELS = (
     (r"torch_flow|trtllm", "trtllm"),
 )
 """How engines and tables spell the kernel families, the most specific first."""
+PART = "part"
+"""Kernel family under which a device lists parts of the project's own runtime by name."""
 COUSINS = (("fa2", "fa3"), ("flashinfer", "fi_decode", "fi_prefill"), ("trtllm_mha", "trtllm_decode", "trtllm_prefill"))
 """Kernels of one code base, which answer for each other before anything else does."""
 
@@ -164,7 +166,8 @@ def _chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, c
     if not rows:
         raise KvsimError(f"no {shown(op)} coefficients for device {device.name} (family {device.family})")
     notes = []
-    family = rows[0].kernel
+    # parts of the project's own runtime answer to their names alone, never for work without one
+    family = next((c.kernel for c in rows if kernel_family(c.kernel)[2] != PART), rows[0].kernel)
     if kernel is not None:
         best = max(rows, key=lambda c: _score(kernel, c.kernel))
         if _score(kernel, best.kernel):

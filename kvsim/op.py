@@ -12,15 +12,15 @@ import numpy as np
 
 from kvsim import cost
 from kvsim.hardware import HardwareProfile
-from kvsim.kernels import FORMATS, kernel_family
+from kvsim.kernels import FORMATS, PART, kernel_family
 from kvsim.whatif import WRITING, written_faster
 
 ANALOGY = 1.2
 """How much further the ends of an interval lie where a format of the same name, but other bits, answers."""
 Named = tuple[tuple[str, float], ...]
 """Names of parts of a piece of work, and the share of each."""
-PART, FUSED, EAGER = "part", "fused", "eager"
-"""Kernel families of the project's own runtime; under the first a device lists parts by name."""
+FUSED, EAGER = "fused", "eager"
+"""Kernel families of the project's own runtime, beside PART."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None, col
         return [_own_time(hardware, op, key, share) for key, share in named]
     if op.only_known:
         return []
+    if alike := [(key, found, share) for key, share in op.keys if (found := _written_alike(known, key))]:
+        return [_by_analogy(_own_time(hardware, op, found, share), key, found) for key, found, share in alike]
     times = []
     for form, how in op.formats:
         kernel, near = (family, form) if family else _measured(known, op.kernels, form)
@@ -131,7 +133,21 @@ def _measured(known: frozenset[tuple[str, str]], kernels: tuple[str, ...], form:
             near = sorted(f for family, f in known if family == k and alike is not None and alike.fullmatch(f))
             if near:
                 return k, near[0]
-    return None, form
+    sole = len(kernels) == 1 and any(family == kernels[0] for family, _ in known)
+    return (kernels[0] if sole else None), form
+
+
+def _written_alike(known: frozenset[tuple[str, str]], key: str) -> str:
+    """The part that answers for writing a format nobody measured (`rotated4 append`): one of 4 bits, else any other.
+
+    Formats have their bits in their names; bases and policies have none, and no other stands for them.
+    """
+    what, _, how = key.rpartition(" ")
+    if how not in ("compress", "append") or not re.search(r"\d", what):
+        return ""
+    names = sorted(f for family, f in known if family == PART and f.endswith(f" {how}"))
+    formats = [f for f in names if f.rpartition(" ")[0] in FORMATS]
+    return f"int4 {how}" if f"int4 {how}" in formats else formats[0] if formats else ""
 
 
 def _by_analogy(one: cost.Seconds, form: str, near: str) -> cost.Seconds:

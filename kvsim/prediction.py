@@ -254,7 +254,7 @@ def _lines(question: _Question, phase: Literal["prefill", "decode"]) -> Iterator
     if added is not None:
         named["engine"] = [(Op("engine", "elementwise"), added)]
     for name, pieces in named.items():
-        yield _line(phase, name, pieces, scale)
+        yield line_of(phase, name, pieces, scale)
 
 
 def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]]:
@@ -268,7 +268,8 @@ def _allreduce(question: _Question, tokens: Any) -> list[tuple[Op, cost.Seconds]
     return [(Op("all-reduce", "elementwise", count, bytes=size), timed)]
 
 
-def _line(phase: Literal["prefill", "decode"], name: str, pieces: list[tuple[Op, cost.Seconds]], scale: Any) -> Line:
+def line_of(phase: Literal["prefill", "decode"], name: str, pieces: list[tuple[Op, cost.Seconds]], scale: Any) -> Line:
+    """Timed pieces of one name as a line of a record."""
     total: dict[str, Any] = dict.fromkeys(("bytes", "flops", "seconds", "low", "high"), 0.0)
     for op, timed in pieces:
         size, flops = _bytes_flops(op)

@@ -79,6 +79,7 @@ def adapt_lines(found: Mapping[str, Any]) -> list[str]:
         own = [r for r in found["rows"] if r["level"] == limit]
         out += ["", {"rows": "a quarter of the rows, in full precision", "bits": "about 4 bits a value"}[limit]]
         out += table(ADAPTED, adapted(own))
+        out += step_table(own, ("way", "method"))
     control = found["controller"]
     out += ["", f"the controller, fitted on {control['fitted_on']} requests, run on {control['run_on']} others, at the "
             "bytes of each fixed method"]
@@ -112,6 +113,44 @@ def adapted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     return sorted(found, key=lambda r: r[3] if r[3] is not None else 0.0)
 
 
+STEP = ("ms a step, predicted", "90%", "measured", "of that in the cache, predicted", "90%", "measured")
+"""Columns of `step_figures`."""
+
+
+def step_figures(rows: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """Milliseconds of a decode step, means over rows: predicted, interval, measured; then the cache's part alike."""
+    found: list[Any] = []
+    for what in ("step", "cache"):
+        said, low, high, seen = (sum(r[f"{what}_{k}"] for r in rows) / len(rows) * 1e3
+                                 for k in ("predicted_seconds", "low", "high", "measured_seconds"))
+        found += [said, f"{low:.3g}-{high:.3g}", seen]
+    return tuple(found)
+
+
+def step_table(rows: Sequence[Mapping[str, Any]], by: tuple[str, ...]) -> list[str]:
+    """A table of steps by those fields, and how many measured caches lie in their interval; none where not timed."""
+    timed = [r for r in rows if "step_measured_seconds" in r]
+    if not timed:
+        return []
+    kinds = dict.fromkeys(tuple(r[k] for k in by) for r in timed)
+    told = [(*kind, *step_figures([r for r in timed if tuple(r[k] for k in by) == kind])) for kind in kinds]
+    inside = [sum(r[f"{what}_low"] <= r[f"{what}_measured_seconds"] <= r[f"{what}_high"] for r in timed)
+              for what in ("step", "cache")]
+    return ["", *table((*by, *STEP), told), f"measured inside the 90% interval: {inside[0]} of {len(timed)} steps, "
+            f"{inside[1]} of {len(timed)} of the cache's parts"]
+
+
+def decision_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of decisions by way and share: predicted, interval, measured; none where not timed."""
+    timed = [r for r in rows if "decision_measured_seconds" in r]
+    if not timed:
+        return []
+    told = [(r["text"], r["share"], r["way"], r["decision_predicted_seconds"] * 1e3,
+             f"{r['decision_low'] * 1e3:.3g}-{r['decision_high'] * 1e3:.3g}", r["decision_measured_seconds"] * 1e3)
+            for r in timed]
+    return ["", *table(("text", "share", "ranks", "ms a decision, predicted", "90%", "measured"), told)]
+
+
 def ranks_lines(found: Mapping[str, Any]) -> list[str]:
     """Ways to decide ranks by text and share, then the learned ones."""
     heads = ("text", "share", "ranks", "KL", "95%", "top-1", "MB", "MB at most", "limit", "mean k", "mean v")
@@ -124,7 +163,8 @@ def ranks_lines(found: Mapping[str, Any]) -> list[str]:
     exact = sum(r["bytes"] == r["predicted"] for r in found["rows"])
     return [
         f"{found['segments']} x {found['prompt']} + {found['scored']} tokens, decided every {found['every']} rows",
-        *table(heads, rows), f"bytes predicted from the ranks and held agree exactly in {exact} of {len(rows)}", "",
+        *table(heads, rows), f"bytes predicted from the ranks and held agree exactly in {exact} of {len(rows)}",
+        *step_table(found["rows"], ("text", "share", "way")), *decision_lines(found["rows"]), "",
         f"mean rank {learned['rank']}, {learned['directions']:,} directions; the network learned from "
         f"{learned['texts']} other texts, loss {learned['first_loss']:.3g} to {learned['last_loss']:.3g}",
         *table(("ranks", "energy lost", "KL", "top-1", "bytes"),

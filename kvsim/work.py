@@ -111,7 +111,7 @@ def decode_ops(
         count = len(group.indices)
         for layout, name in ((group.reads, "attention"), (group.cross, "cross-attention")):
             if layout is not None:
-                yield _attend(layout, batch, count, name, value_bits)
+                yield attend_op(layout, batch, count, name, value_bits)
         if group.cache is not None:
             yield from step_work(group.cache, batch, count)
         yield from _state_op(group, batch, count, 1)
@@ -153,7 +153,7 @@ def _formats(sides: tuple[Side, ...], value_bits: int) -> tuple[tuple[str, str],
     return tuple(dict.fromkeys(full if f.name == "full" else (f.kernel_format, f.conversion) for f in forms))
 
 
-def _attend(layout: Layout, batch: Any, count: int, name: str, value_bits: int) -> Op:
+def attend_op(layout: Layout, batch: Any, count: int, name: str, value_bits: int) -> Op:
     """Attention of one new token: the bytes of attended rows, their values, and the basis's arithmetic."""
     attention, rows = layout.attention, layout.rows
     attended = rows.attended

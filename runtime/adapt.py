@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 import numpy as np
 import torch
 
+import kvsim
+from kvsim.adaptive_steps import cache_part, portioned_step
 from kvsim.allocation import within
 from kvsim.cli_options import Count
 from kvsim.content import classify
 from kvsim.controller import Controller, Seen, Signals, fitted
 from kvsim.errors import KvsimError
+from kvsim.hardware import HardwareProfile
 from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 from kvsim.portions import LATER, Portions, parse_portions
+from kvsim.record import Case
 from kvsim.tasks import TASKS, labels_for, portions_for
+from kvsim.workload import Workload
 from runtime.cache import spec_of
 from runtime.quality_run import rounded
 from runtime.quality_subjects import Subject
-from runtime.requests import Request, class_weights, outcome, retrievals, texts, told
+from runtime.requests import Request, class_weights, filled, outcome, retrievals, texts, told
 from runtime.shipped import earlier, finish, labelled, write
+from runtime.step_time import STEPS, WARM, beside, timed_steps
 
 FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=perturbation)", "topk(budget=0.25,score=random)")
 """Fixed methods at a quarter of the rows; the first one's bytes are the limit of those that adapt."""
@@ -113,7 +119,24 @@ def adaptations(spec: ModelSpec, request: Request, weigh: Mapping[str, float], r
     ]
 
 
-def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, float],
+def step_times(subject: Subject, device: HardwareProfile, request: Request, method: str | Portions,
+               labels: list[str] | None = None) -> dict[str, float]:
+    """A decode step after the request's prompt, the whole and the cache's part: predicted on `device`, measured here.
+
+    The prediction is of the last step that is timed.
+    """
+    spec = replace(spec_of(subject.model), dtype="fp32")
+    count = min(STEPS + WARM, request.new)
+    if isinstance(method, Portions):
+        predicted = portioned_step(spec, method, labels or [], count, device)
+    else:
+        predicted = kvsim.predict(Case(spec, device, parse_method(method), Workload(1, request.prompt, count))).decode
+    with filled(subject, request, method if isinstance(method, Portions) else parse_method(method), labels) as cache:
+        took = timed_steps(subject.model, cache, request.found.scored[:, :count])
+    return beside("step", predicted, took.step) | beside("cache", cache_part(spec, predicted), took.cache)
+
+
+def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, float], device: HardwareProfile,
             done: Sequence[Mapping[str, Any]] = ()) -> Iterator[list[dict[str, Any]]]:
     """Every fixed and every adapting method on every request: one row a method; rows that are done are given again."""
     spec = spec_of(subject.model)
@@ -125,7 +148,8 @@ def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, f
         limits = {"rows": fixed_bytes(spec, FIXED_ROWS[0], request), "bits": fixed_bytes(spec, FIXED_BITS[0], request)}
         base = {"request": i, "kind": request.kind, "prompt": request.prompt, "depth": request.depth,
                 "entropy": round(request.entropy, 4)}
-        by_method = {m: told(outcome(subject, request, parse_method(m))) for m in {*FIXED_ROWS, *FIXED_BITS, *POOL}}
+        by_method = {m: told(outcome(subject, request, parse_method(m))) | step_times(subject, device, request, m)
+                     for m in {*FIXED_ROWS, *FIXED_BITS, *POOL}}
         for level, fixed in (("rows", FIXED_ROWS), ("bits", FIXED_BITS), ("pool", POOL)):
             for method in fixed:
                 row = by_method[method]
@@ -138,7 +162,8 @@ def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, f
             if ran.held != predicted or predicted > limits[level]:
                 raise KvsimError(f"adapt: {own.name} holds {ran.held} bytes, predicted {predicted} of {limits[level]}")
             found.append(base | {"level": level, "way": "adapted", "method": own.name, "limit": limits[level],
-                                 "portions": str(own.portions)} | told(ran))
+                                 "portions": str(own.portions)} | told(ran)
+                         | step_times(subject, device, request, own.portions, own.labels))
         yield found
 
 
@@ -204,14 +229,17 @@ def _price(spend: Any, limit: int) -> float:
 @click.option("--most", type=Count(), default=None, metavar="N", help="Requests at most.  [all]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the tasks.  [0]")
 @click.option("--share", type=float, default=0.15, help="Memory of a request, of the longest one in full.  [0.15]")
+@click.option("--device", metavar="FILE", help="A profile that `kvsim calibrate` wrote here.  [the newest one kept]")
 @click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON; what it holds already stays.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(model: str, text_file: str | None, lengths: str, each: int, scored: int, context: int, cases: int,
-            most: int | None, seed: int, share: float, out: str | None, as_json: bool) -> None:
-    """Measure here what adapting to content, task and request buys at equal bytes."""
+            most: int | None, seed: int, share: float, device: str | None, out: str | None, as_json: bool) -> None:
+    """Measure here what adapting to content, task and request buys at equal bytes, and what a step takes."""
+    from runtime.measure import profile_here
     from runtime.quality_subjects import load_subject, load_text
 
     torch.set_num_threads(1)
+    profile = profile_here(device)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)
     sizes = [int(x) for x in lengths.split(",")]
@@ -222,10 +250,11 @@ def command(model: str, text_file: str | None, lengths: str, each: int, scored: 
     weigh = class_weights(subject, pieces)
     result = labelled("adapt", subject, text, seed) | {
         "lengths": sizes, "each": each, "scored": scored, "context": context, "cases": cases, "requests": len(requests),
+        "device": profile.name,
         "class_weights": {k: rounded(v / max(weigh.values())) for k, v in weigh.items()},
     }
     done, result["rows"] = earlier(result, out), []
-    for request, rows in zip(requests, compare(subject, requests, weigh, done), strict=True):
+    for request, rows in zip(requests, compare(subject, requests, weigh, profile, done), strict=True):
         result["rows"] += rows
         write(result, out)
         click.echo(f"{rows[0]['request'] + 1} of {len(requests)}: {request.kind}, {request.prompt} tokens", err=True)

@@ -285,7 +285,8 @@ class DynamicRankCache(CompressedCache):
         running = head.energy + inside.square().sum(0)
         rest = new - inside @ basis
         count = min(len(new), basis.shape[1] - len(basis)) if first or self.mode == "dynamic" else 0
-        vectors, values = right_vectors(rest, count)
+        # heads whose directions stay as they are propose none: no decomposition
+        vectors, values = right_vectors(rest, count) if count else (rest[:0], rest.new_zeros(0))
         # what rounding left of the directions held must not come again
         vectors = vectors - (vectors @ basis.mT) @ basis
         lengths = vectors.norm(dim=1, keepdim=True)

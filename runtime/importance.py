@@ -168,20 +168,20 @@ def _step_seconds(bench: Bench, method: Method, first: Reference, tensors: Any) 
 @click.option("--prompt", type=Count(), default=1024, metavar="T", help="Tokens that are ranked.  [1024]")
 @click.option("--scored", type=Count(), default=128, metavar="K", help="Tokens after them that are scored.  [128]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the random baseline and of training.  [0]")
-@click.option("--device", metavar="FILE", help="A profile that `kvsim calibrate` wrote here.  [a second of measuring]")
+@click.option("--device", metavar="FILE", help="A profile that `kvsim calibrate` wrote here.  [the newest one kept]")
 @click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON; what it holds already stays.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(model: str, text_file: str | None, scores: str | None, budget: float, segments: int, prompt: int,
             scored: int, seed: int, device: str | None, out: str | None, as_json: bool) -> None:
     """Measure every importance score here: what it costs and what it buys at the same number of rows."""
-    from runtime.measure import here
+    from runtime.measure import profile_here
     from runtime.quality_subjects import load_subject, load_text
 
     torch.set_num_threads(1)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)
     bench = Bench(subject, text, Sizes(segments, prompt, scored, seed=seed))
-    profile = kvsim.load_device(device) if device else here()
+    profile = profile_here(device)
     found = labelled("importance", subject, text, seed) | {
         "budget": budget, "segments": segments, "prompt": prompt, "scored": scored, "device": profile.name
     }

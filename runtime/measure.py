@@ -119,6 +119,25 @@ def here(on: str = "cpu") -> HardwareProfile:
     return draft(this_machine(on))
 
 
+def profile_here(device: str | None, on: str = "cpu") -> HardwareProfile:
+    """The profile that is given; else the newest of this machine and of torch's present threads that lies in kvsim's
+    cache folder (`kvsim calibrate --out ~/.cache/kvsim/NAME.toml`); else one from a second of measuring."""
+    from runtime.quality_subjects import cache_home
+
+    if device:
+        return kvsim.load_device(device)
+    machine, found = this_machine(on), []
+    for file in cache_home().glob("*.toml"):
+        try:
+            profile = kvsim.load_device(str(file))
+            check_here(profile, machine)
+        except KvsimError:
+            continue  # of another machine, or of another release
+        if machine.kind != "cpu" or profile.units == torch.get_num_threads():
+            found.append((file.stat().st_mtime, str(file), profile))
+    return max(found, key=lambda x: x[:2])[2] if found else here(on)
+
+
 def named_spec(model: str, hf_model: nn.Module, dtype: str) -> ModelSpec:
     """The running model's numbers under the name that was asked for."""
     from dataclasses import replace

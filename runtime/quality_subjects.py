@@ -107,10 +107,15 @@ def weights_hash(model: nn.Module) -> str:
     return total.hexdigest()[:16]
 
 
+def cache_home() -> Path:
+    """The folder of what was made here once and is used again: converted models, calibrations."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsim"
+
+
 def packaged(name: str) -> Path:
     """The folder of a converted model that a package brings as GGUF; converted once."""
     name = {bare(known): known for known in PACKAGES}.get(bare(name), name)
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsim" / name
+    home = cache_home() / name
     if (home / "config.json").is_file():
         return home
     if name not in PACKAGES:

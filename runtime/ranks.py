@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
@@ -9,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsim.adaptive_steps import cache_part, decision, ranked_step
 from kvsim.cli_options import Count
 from kvsim.errors import KvsimError
-from kvsim.ranks import cache_bytes, level, limit_bytes, lost, rounded_ranks
+from kvsim.hardware import HardwareProfile
+from kvsim.ranks import HeadState, cache_bytes, level, limit_bytes, lost, rounded_ranks
 from runtime.cache import spec_of
 from runtime.dynamic_rank import DynamicRankCache, Mode
 from runtime.quality_reference import Reference, handed, reference
@@ -20,7 +25,8 @@ from runtime.quality_scoring import compared
 from runtime.quality_subjects import Subject, Text, load_subject, load_text
 from runtime.rank_learning import Learned, RankNetwork, relaxed_loss, spectra_of, train
 from runtime.sensitivity import weights
-from runtime.shipped import finish, labelled
+from runtime.shipped import earlier, finish, labelled, write
+from runtime.step_time import WARM, beside, timed_steps
 
 PIECE, PIECES = 256, 4
 """Text that weights and the network learn from; none of it is scored."""
@@ -57,31 +63,62 @@ def scored(subject: Subject, found: Reference, cache: DynamicRankCache) -> dict[
                 "ranks_by_layer": last.mean((0, 2, 3)).round(1).tolist()}
 
 
+def step_times(subject: Subject, device: HardwareProfile, found: Reference, cache: DynamicRankCache) -> dict[str, Any]:
+    """A step of the first segment, token by token, and the first decision in it: predicted and measured.
+
+    Predicted from the ranks halfway to the decision, and from those before it.
+    """
+    first, states = found.of(slice(0, 1)), dict[int, list[HeadState]]()
+    count = min(cache.every + WARM, int(first.scored.shape[1]))
+    with cache:
+        cache.take(first)
+
+        def noted(i: int) -> None:
+            if i in (count // 2, cache.every - 1):
+                states[i] = cache.states()
+
+        took = timed_steps(subject.model, cache, first.scored[:, :count], before=noted)
+    spec = replace(spec_of(subject.model), dtype="fp32")
+    predicted = ranked_step(spec, states[count // 2], device)
+    row: dict[str, Any] = beside("step", predicted, took.step)
+    row |= beside("cache", cache_part(spec, predicted), took.cache)
+    if took.decisions:
+        waiting = [replace(s, tail=s.tail + 1) for s in states[cache.every - 1]]
+        decided = decision(spec, waiting, device, cache.mode == "dynamic")
+        row |= beside("decision", decided, took.decisions[0])
+    return row
+
+
 def changed(text: Text, other: Text, count: int, prompt: int, scored_tokens: int) -> Tensor:
     """Segments whose text changes after the prompt: the first text's tokens, then the other's."""
     first, second = text.segments(count, prompt), other.segments(count, scored_tokens + 1)
     return torch.cat([first, second], dim=1)
 
 
-def decoding(
-    subject: Subject, found: Reference, share: float, weigh: Tensor, every: int, name: str
-) -> list[dict[str, Any]]:
-    """Uniform, static and dynamic at the same limit of bytes, with and without weights of heads."""
+def decoding(subject: Subject, found: Reference, share: float, weigh: Tensor, every: int, name: str,
+             device: HardwareProfile, done: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+    """Uniform, static and dynamic at the same limit of bytes, with and without weights of heads.
+
+    done: rows of an earlier run, given as they are.
+    """
     ways: list[tuple[str, Mode, Tensor | None]] = [
         ("uniform, as svd", "uniform", None), ("uniform", "uniform", None), ("static by energy", "static", None),
         ("static by weighted energy", "static", weigh), ("dynamic by energy", "dynamic", None),
         ("dynamic by weighted energy", "dynamic", weigh),
     ]
-    horizon, rows = int(found.scored.shape[1]), []
+    horizon, known = int(found.scored.shape[1]), {(r["text"], r["share"], r["way"]): r for r in done}
     for way, mode, own in ways:
+        if (name, share, way) in known:
+            yield known[name, share, way]
+            continue
         apart = way != "uniform, as svd"
-        cache = DynamicRankCache(subject.model, share, weights=own, mode=mode, every=every, horizon=horizon,
-                                 centre=apart, sinks=4 * apart)
+
+        make = partial(DynamicRankCache, subject.model, share, weights=own, mode=mode, every=every, horizon=horizon,
+                       centre=apart, sinks=4 * apart)
         end = found.prompt_tokens + horizon
         limit = len(found.tokens) * limit_bytes(spec_of(subject.model), share, end, 32)
-        rows.append({"text": name, "way": way, "share": share, "limit": limit} | scored(subject, found, cache))
-        click.echo(f"{name}, {share:g}, {way}: KL {rows[-1]['kl']:g}", err=True)
-    return rows
+        row = {"text": name, "way": way, "share": share, "limit": limit} | scored(subject, found, make())
+        yield row | step_times(subject, device, found, make())
 
 
 def learned(subject: Subject, found: Reference, pieces: Tensor, weigh: Tensor, rank: int, every: int,
@@ -131,25 +168,36 @@ def learned(subject: Subject, found: Reference, pieces: Tensor, weigh: Tensor, r
 @click.option("--scored", "count", type=Count(), default=64, metavar="K", help="Tokens that are scored.  [64]")
 @click.option("--every", type=Count(), default=32, metavar="N", help="Rows between two decisions.  [32]")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the network.  [0]")
-@click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON.")
+@click.option("--device", metavar="FILE", help="A profile that `kvsim calibrate` wrote here.  [the newest one kept]")
+@click.option("--out", type=click.Path(), metavar="FILE", help="Keep the result as JSON; what it holds already stays.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(model: str, text_file: str | None, other_file: str | None, shares: str, rank: int, segments: int,
-            prompt: int, count: int, every: int, seed: int, out: str | None, as_json: bool) -> None:
-    """Measure ranks here: uniform, decided once, decided again while decoding, and learned."""
+            prompt: int, count: int, every: int, seed: int, device: str | None, out: str | None, as_json: bool) -> None:
+    """Measure ranks here: uniform, decided once, decided again while decoding, and learned; and what a step takes."""
+    from runtime.measure import profile_here
+
     torch.set_num_threads(1)
+    profile = profile_here(device)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)
     pieces = torch.stack(text.between(segments, prompt + count + 1, PIECES, PIECE))
     weigh = head_weights(subject.model, pieces)
     texts = {"the same text": reference(subject.model, text.segments(segments, prompt + count + 1), prompt)}
+    other = None
     if other_file:
         other = load_text(subject.tokenizer, other_file)
         texts["a change of text"] = reference(subject.model, changed(text, other, segments, prompt // 2, 4 * count),
                                               prompt // 2)
-    rows = [r for name, found in texts.items() for x in shares.split(",")
-            for r in decoding(subject, found, float(x), weigh, every, name)]
     result = labelled("ranks", subject, text, seed) | {
-        "segments": segments, "prompt": prompt, "scored": count, "every": every, "rows": rows,
-        "learned": learned(subject, texts["the same text"], pieces, weigh, rank, every, seed),
+        "segments": segments, "prompt": prompt, "scored": count, "every": every, "device": profile.name,
+        "other": other.hash if other else None,
     }
+    done, result["rows"] = earlier(result, out), []
+    for name, found in texts.items():
+        for share in shares.split(","):
+            for row in decoding(subject, found, float(share), weigh, every, name, profile, done):
+                result["rows"].append(row)
+                write(result, out)
+                click.echo(f"{row['text']}, {row['share']:g}, {row['way']}: KL {row['kl']:g}", err=True)
+    result["learned"] = learned(subject, texts["the same text"], pieces, weigh, rank, every, seed)
     finish(result, out, as_json)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,19 +108,28 @@ def spelled(subject: Subject, ids: Tensor) -> list[str]:
     return [subject.tokenizer.decode([i]) for i in ids.tolist()]
 
 
+@contextmanager
+def filled(subject: Subject, request: Request, method: Method | Portions,
+           labels: list[str] | None = None) -> Iterator[CompressedCache]:
+    """A cache that holds the request's prompt, compressed; labels: of the prompt's tokens, for portions."""
+    if isinstance(method, Portions):
+        assert labels is not None
+        with PortionedCache(method, subject.model, [labels]) as portioned:
+            portioned.take(request.found)
+            yield portioned
+    else:
+        with CompressedCache(method, subject.model) as cache:
+            take_prompt(cache, request.found)
+            yield cache
+
+
 def outcome(subject: Subject, request: Request, method: Method | Portions, labels: list[str] | None = None) -> Outcome:
     """Run a request with its prompt compressed; labels: of the prompt's tokens, for portions."""
     found, model = request.found, subject.model
-    if isinstance(method, Portions):
-        assert labels is not None
-        with PortionedCache(method, model, [labels]) as portioned, torch.no_grad():
-            portioned.take(found)
-            logits, held = model(found.scored, **handed(model, portioned)).logits, portioned.nbytes()
-    else:
-        with CompressedCache(method, model) as cache, torch.no_grad():
-            take_prompt(cache, found)
+    with filled(subject, request, method, labels) as cache, torch.no_grad():
+        if not isinstance(method, Portions):
             watch(cache, Forced)
-            logits, held = model(found.scored, **handed(model, cache)).logits, cache.nbytes()
+        logits, held = model(found.scored, **handed(model, cache)).logits, cache.nbytes()
     kl, _, nll, full = (float(x[0]) for x in compared(found.logits, logits, found.targets))
     solved = right(logits, found.targets, request.answer) if request.answer else None
     return Outcome(kl, nll - full, solved, held)

@@ -168,3 +168,32 @@ def test_latent_attention_has_more_small_kernels():
     # 32 layers of 5; 61 of 5 and 6
     assert small("llama-3.1-8b") == 160
     assert small("deepseek-v3") == 671
+
+
+def test_parts_answer_to_their_names_alone():
+    part, any_ = row("elementwise", "*/part", "int8 compress", t0_s=1e-3), row("elementwise", "*", "*", t0_s=1e-6)
+    decode = row("decode", "*/eager", "int4", t0_s=5e-5)
+    # 1e6 bytes in 100 us: work without a name takes the general row, though a part stands before it
+    unnamed = Op("rows put together", "elementwise", bytes=1e6)
+    assert seconds(unnamed, part, any_, decode) == pytest.approx([101e-6])
+    chosen = replace(unnamed, name="topk selection", keys=(("topk selection", 1.0),))
+    assert seconds(chosen, part, any_, decode) == pytest.approx([101e-6])
+
+
+def test_writing_a_format_nobody_measured_is_answered_by_another_one():
+    parts = [row("elementwise", "*/part", f"{f} append", t0_s=t) for f, t in (("fp8", 1e-3), ("int4", 2e-3))]
+    base, any_ = row("elementwise", "*/part", "svd append", t0_s=9e-3), row("elementwise", "*", "*")
+    op = Op("compress and append", "elementwise", bytes=1e6, keys=(("rotated4 append", 1.0),))
+    assert seconds(op, *parts, base, any_) == pytest.approx([2.1e-3])
+    assert seconds(op, parts[0], base, any_) == pytest.approx([1.1e-3])
+    assert seconds(op, base, any_) == pytest.approx([100e-6])  # a basis is not a format
+    assert seconds(replace(op, keys=(("tucker append", 1.0),)), *parts, base, any_) == pytest.approx([100e-6])
+    (found,) = op_seconds(replace(DEVICE, own_coefficients=(parts[1], any_)), op)
+    assert "rotated4 append by analogy with int4 append" in found.coefficients
+
+
+def test_an_op_of_one_family_stays_in_it():
+    plain, fused = row("decode", "*/sdpa", "fp32"), row("decode", "*/fused", "int4", t0_s=1e-5)
+    eager = row("decode", "*/eager", "int4", t0_s=5e-5)
+    op = replace(READ, formats=(("kmeans3", "lookup"),), kernels=("eager",))
+    assert seconds(op, plain, fused, eager) == pytest.approx([151e-6])

@@ -25,6 +25,7 @@ from runtime.requests import Request, outcome
 from runtime.shipped import earlier, labelled, write
 
 T, K = 70, 3
+DEVICE = kvsim.load_device("epyc-9654")
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +144,16 @@ def test_requests_are_compared_once_and_within_their_limits(model):
     requests = [Request("text", f, ["The ", "cat ", "1 ", ", ", "x_y "] * 36) for f in found]
     subject = Subject("tiny", model, None, "")
     weigh = {"entity": 4.0, "word": 2.0, "function": 1.0, "separator": 1.0, "code": 2.0}
-    rows = [r for rows in adapt.compare(subject, requests, weigh) for r in rows]
+    rows = [r for rows in adapt.compare(subject, requests, weigh, DEVICE) for r in rows]
     names = {r["method"] for r in rows if r["way"] == "adapted"}
     assert names == {*(f"task {n}" for n in TASKS), "bits by class", "bits by use"}
     assert all(r["bytes"] <= r["limit"] for r in rows if r["way"] == "adapted")
-    again = adapt.compare(subject, requests, weigh, [r | {"kl": 7.0} for r in rows if r["request"] == 0])
+    for row in rows:  # every step is predicted and measured, and the cache's part is less than the step
+        assert all(0 < row[f"{what}_low"] < row[f"{what}_predicted_seconds"] < row[f"{what}_high"]
+                   for what in ("step", "cache"))
+        assert 0 < row["cache_measured_seconds"] < row["step_measured_seconds"]
+        assert row["cache_predicted_seconds"] < row["step_predicted_seconds"]
+    again = adapt.compare(subject, requests, weigh, DEVICE, [r | {"kl": 7.0} for r in rows if r["request"] == 0])
     assert {r["kl"] for r in next(again)} == {7.0}  # a request that is done is not run again
     assert adapt.controlled(rows, spec_of(model), 1.0)["run_on"] == 1
 
@@ -172,10 +178,17 @@ def test_the_ranks_table_on_a_tiny_model(bench):
     weigh = ranks.head_weights(model, pieces)
     assert weigh.shape == (2, 2, 2)
     assert float(weigh.max()) == 1
-    rows = ranks.decoding(bench.subject, found, 0.6, weigh, 4, "noise")
+    rows = list(ranks.decoding(bench.subject, found, 0.6, weigh, 4, "noise", DEVICE))
     assert all(r["bytes"] == r["predicted"] <= r["limit"] for r in rows)
     assert all(r["most_bytes"] <= r["limit"] for r in rows)
     assert all((r["moved"] > 0) == r["way"].startswith("dynamic") for r in rows)
+    for row in rows:  # 8 tokens, a decision at every fourth
+        assert 0 < row["cache_measured_seconds"] < row["step_measured_seconds"]
+        assert row["decision_measured_seconds"] > 0
+        assert row["decision_low"] < row["decision_predicted_seconds"] < row["decision_high"]
+    done = [r | {"kl": 7.0} for r in rows[:2]]
+    again = ranks.decoding(bench.subject, found, 0.6, weigh, 4, "noise", DEVICE, done)
+    assert [next(again)["kl"] for _ in done] == [7.0, 7.0]
     learned = ranks.learned(bench.subject, found, pieces, weigh, 12, 4, 0)
     lost = {r["ranks"]: r["energy_lost"] for r in learned["rows"]}
     assert lost["water-filling"] <= min(lost.values())
