@@ -27,6 +27,8 @@ from runtime.watch import REST
 LAYERS = 4
 """Layers of the model whose last one is measured: policies that spare the first ones show there what they do."""
 SDPA, PARTS = "*/sdpa", f"*/{PART}"
+PACE = "pace"
+"""The format under which a profile tells how long `runtime.pace`'s step took."""
 WORTH = 0.03
 """Share of the eager kernel's time above which a part on top of it is worth a row."""
 NOISE = 0.03
@@ -200,6 +202,11 @@ def activation_rows(origin: Origin, samples: Sequence[tuple[Op, Op, float]]) -> 
     rows = [fitted(origin.device, origin.base("elementwise", PARTS, "activations"), inside),
             fitted(origin.device, origin.base("elementwise", PARTS, "around layers"), once)]
     return [_widened(r.row) for r in rows]
+
+
+def pace_row(origin: Origin, seconds: float) -> Coefficient:
+    """A small model's step when nothing disturbed it: no prediction's part, validations compare the machine with it."""
+    return replace(origin.base("elementwise", PARTS, PACE), t0_s=seconds)
 
 
 def stream_row(origin: Origin, points: Sequence[Point], launch: Point) -> Coefficient:

@@ -8,8 +8,8 @@ from typing import Any
 from runtime.microbench import Shape
 
 SHAPES = (Shape(1, 3, 3, 64, 300), Shape(1, 8, 4, 128, 700), Shape(4, 3, 3, 64, 900), Shape(1, 3, 3, 64, 1500),
-          Shape(1, 8, 4, 128, 2100), Shape(3, 8, 1, 64, 400), Shape(2, 4, 4, 128, 150), Shape(1, 2, 7, 64, 3000))
-"""Layers from small to large, most telling first."""
+          Shape(1, 2, 7, 64, 3000), Shape(1, 8, 4, 128, 1400), Shape(3, 8, 1, 64, 400), Shape(2, 4, 4, 128, 150))
+"""Layers of one size and another, most telling first."""
 PROMPTS = (Shape(1, 3, 3, 64, 256), Shape(1, 3, 3, 64, 1024), Shape(1, 8, 4, 128, 512), Shape(2, 3, 3, 64, 600),
            Shape(1, 8, 4, 128, 1536), Shape(1, 2, 7, 64, 2048))
 
@@ -56,7 +56,7 @@ MATRICES = ((192, 576), (576, 576), (1536, 576), (576, 1536), (2048, 2048), (563
 GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (1, 14336, 4096), (64, 14336, 4096))
 """What fills a GPU, whose peak small products do not show."""
 FULL = Plan(
-    (("full", 8), *((f, 7) for f in FORMATS), *((p, 6) for p in POLICIES), *((b, 5) for b in BASES),
+    (("full", 8), *((f, 8) for f in FORMATS), *((p, 6) for p in POLICIES), *((b, 5) for b in BASES),
      *((c, 4) for c in CORRECTED)),
     _products((1, 2, 4, 8, 32, 128, 512, 2048), MATRICES, 2.5e9),
     PROMPTS,

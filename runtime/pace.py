@@ -1,30 +1,50 @@
-"""How fast this machine is from moment to moment, as one product and one read of memory tell; knows no model."""
+"""How fast this machine is from moment to moment, as a product, a read and a small model's step tell."""
 
 from __future__ import annotations
 
 import torch
 
+from runtime.layer_runs import carrier
 from runtime.timing import Bench
 
 CALM = 1.12
 """How many times longer than at its best a piece of work may take beside a measurement that counts as undisturbed."""
+BETWEEN = 1 << 24
+"""Bytes read before each step, as much of a model's weights as passes by between two visits to the same code."""
 
 
 class Pace:
-    """One product and one read of memory, against their best so far.
+    """A read of memory, a product and a small model's step, against their best so far.
 
     On a processor that shares its core or memory with busy neighbours all of a model takes longer, by 1.5 times where
-    two of them share a core, and its repeats agree all the same.
+    two of them share a core, and its repeats agree all the same. Neighbours who use up the last cache slow down code
+    alone: products and reads go on as before, while Python and small kernels take 1.3 times as long.
+
+    known: seconds of the step when the machine was calibrated, 0 where nobody knows.
     """
 
-    def __init__(self, where: torch.device) -> None:
-        self.bench = Bench(where, 0, 0.02)
+    def __init__(self, where: torch.device, known: float = 0.0, seconds: float = 0.02) -> None:
+        self.bench = Bench(where, BETWEEN, seconds)
         x, w, rows = (torch.ones(*shape, device=where) for shape in ((1 << 22,), (1024, 1024), (64, 1024)))
-        self.works = x.sum, lambda: rows @ w
-        self.best = [float("inf")] * len(self.works)
+        model, ids = carrier(3, 3, 64, "fp32", 1, where), torch.zeros(1, 1, dtype=torch.long, device=where)
+        self.works = ((x.sum, False), (lambda: rows @ w, False), (lambda: model(input_ids=ids, use_cache=False), True))
+        self.best = [float("inf"), float("inf"), known or float("inf")]
 
     def now(self) -> float:
-        """How many times as long as at its best the slower of them takes."""
-        took = [self.bench.time(work, cold=False).seconds for work in self.works]
+        """How many times as long as at its best the slowest of them takes."""
+        return self.ratio(self.look())
+
+    def look(self) -> tuple[float, ...]:
+        """Seconds of each of them."""
+        took = tuple(self.bench.time(work, cold=cold).seconds for work, cold in self.works)
         self.best = [min(pair) for pair in zip(self.best, took, strict=True)]
+        return took
+
+    def ratio(self, took: tuple[float, ...]) -> float:
+        """How many times as long as at their best so far the slowest took."""
         return max(one / least for one, least in zip(took, self.best, strict=True))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the small model's step at its best."""
+        return self.best[2]

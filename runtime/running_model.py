@@ -65,20 +65,20 @@ def run(
     held: tuple[int, int, list[list[int] | None], tuple[HeldBuffer, ...]] | None = None
     with torch.inference_mode(), watching(watch, hf_model, spec.spec):
         with CompressedCache(method, hf_model, calibration=calibration, seed=seed) as cache:
-            _one(hf_model, cache, tokens[:, : min(prompt, 64)], watch)
-            _one(hf_model, cache, tokens[:, :1], watch)
+            one_pass(hf_model, cache, tokens[:, : min(prompt, 64)], watch)
+            one_pass(hf_model, cache, tokens[:, :1], watch)
         base = _reset_peak(device)
         for turn in range(repeats):
             with CompressedCache(method, hf_model, calibration=calibration, seed=seed) as cache:
                 watch.on = True
-                prefills.append(_one(hf_model, cache, tokens[:, :prompt], watch))
+                prefills.append(one_pass(hf_model, cache, tokens[:, :prompt], watch))
                 last = turn == repeats - 1
                 for step in range(max(new, steps) if last else 0):
                     if step == new:
                         held = _held(cache)
                     watch.on = bool(step // 2 % 2)  # two and two: what happens at every other step is in both
                     at = prompt + step
-                    took, lost, lines = _one(hf_model, cache, tokens[:, at : at + 1], watch)
+                    took, lost, lines = one_pass(hf_model, cache, tokens[:, at : at + 1], watch)
                     laps.append((took, lost, lines if watch.on else None))
                 if last:
                     held = held or _held(cache)
@@ -100,7 +100,7 @@ Lap = tuple[float, int, dict[str, float]]
 """Seconds, interruptions and watched seconds of one forward pass."""
 
 
-def _one(hf_model: nn.Module, cache: CompressedCache, ids: torch.Tensor, watch: Watch) -> Lap:
+def one_pass(hf_model: nn.Module, cache: CompressedCache, ids: torch.Tensor, watch: Watch) -> Lap:
     """One forward pass."""
     watch.clear()
     # the name changed in transformers 5; the old one costs a warning at each call

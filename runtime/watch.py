@@ -26,7 +26,7 @@ from runtime.timing import clock, synchronize
 
 REST = "norms, rotation, activation"
 """The line that takes what no other one does: small kernels, Python, the plain writing of rows."""
-ATTENTION, WRITE, SELECT, STEP = "attention", "write", "select", "step"
+RUNTIME = ATTENTION, WRITE, SELECT, STEP = "attention", "write", "select", "step"
 HOOKS: tuple[tuple[Any, str, str], ...] = (
     (runtime.layers, "attend", ATTENTION),
     (Incoming, "attend", ATTENTION),

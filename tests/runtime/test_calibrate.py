@@ -11,7 +11,8 @@ from kvsim.errors import KvsimError
 from runtime import calibrate, calibration_plan
 from runtime.calibration_plan import SMALL, Plan
 from runtime.device import this_machine
-from runtime.microbench import Shape, layer
+from runtime.layer_runs import layer
+from runtime.microbench import Shape
 from runtime.profile_file import write
 from runtime.timing import Bench, pinned_threads, summary
 

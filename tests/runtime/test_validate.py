@@ -13,6 +13,7 @@ from runtime import running_model
 from runtime import validate as module
 from runtime.cache import spec_of
 from runtime.device import this_machine
+from runtime.measure import measure as real
 from runtime.pace import Pace
 from runtime.random_model import random_model
 from runtime.timing import QUIET_SPREAD, summary
@@ -128,7 +129,8 @@ def test_more_who_want_to_run_than_processors_are_noticed(monkeypatch):
     assert not crowded([])
 
 
-def test_a_validation_goes_on_where_a_window_ended(here, tmp_path):
+def test_a_validation_goes_on_where_a_window_ended(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(Pace, "now", lambda self: 1.0)
     model = random_model(CONFIG)
     spec = replace(spec_of(model), dtype="fp32")
     parts = []
@@ -142,6 +144,10 @@ def test_a_validation_goes_on_where_a_window_ended(here, tmp_path):
         r for r in first["rows"] if r["method"] == "full"]
     assert {(r["method"], r["prompt_tokens"]) for r in both["rows"]} == {
         ("full", 24), ("full", 40), ("int(bits=4)", 24), ("int(bits=4)", 40)}
+    # what was disturbed is measured again
+    busy = {**parts[0], "rows": [row | {"slower": 2.0} for row in parts[0]["rows"]]}
+    anew = validate(Grid(("full",), (24,), (1,), steps=4), model, spec, here, before=busy)
+    assert {r["slower"] for r in anew["rows"]} == {1.0}
     with pytest.raises(KvsimError, match="differs in threads: give --out another file"):
         validate(Grid(("full",), (24,), (1,), steps=4), model, spec, here, before={**parts[0], "threads": 99})
 
@@ -169,9 +175,27 @@ def test_the_command_saves_its_record(here, tmp_path, monkeypatch):
     assert record["grid"]["methods"] == ["full", "int(bits=4,group=8)", "fp8"]
 
 
-def test_a_machine_slower_than_at_its_best_is_told_by_a_product_and_a_read():
-    pace = Pace(torch.device("cpu"))
-    times = iter([2.0, 4.0, 1.0, 6.0, 3.0, 4.0])
+def test_a_machine_slower_than_at_its_best_is_told_by_a_read_a_product_and_a_step():
+    pace = Pace(torch.device("cpu"), known=4.0)
+    times = iter([2.0, 4.0, 5.0, 1.0, 6.0, 4.0, 3.0, 4.0, 2.0, 1.0, 4.0, 3.0])
     pace.bench.time = lambda work, cold: replace(summary([1.0], [0]), seconds=next(times))
-    # the first is the best so far; then the read is faster, the product 6 / 4; then the read takes 3 of 1
-    assert [pace.now() for _ in range(3)] == [1.0, 1.5, 3.0]
+    # the step took 4 when calibrated; then the read is faster, the product 6 / 4; then the read takes 3 of 1; at last
+    # the step takes 3 of 2
+    assert [pace.now() for _ in range(4)] == [1.25, 1.5, 3.0, 1.5]
+    assert pace.step_s == 2.0
+
+
+def test_disturbed_cells_are_taken_again_while_runs_are_spare(here, monkeypatch):
+    # slow beside every run of the first cell; then calm
+    paces = iter([1.0, 1.5, 1.3, 1.4, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(Pace, "now", lambda self: next(paces))
+    runs = []
+    monkeypatch.setattr(module, "measure", lambda *args, **more: runs.append(args) or real(*args, **more))
+    model = random_model(CONFIG)
+    grid = Grid(("full", "int(bits=4)"), (24, 40), (1,), steps=4)
+    found = validate(grid, model, replace(spec_of(model), dtype="fp32"), here)
+    # half as many runs as cells may be taken again. The first cell has three: 1.0 and 1.5 at its ends, 1.5 and 1.3, 1.3
+    # and 1.4; the second begins at 1.4 and has none left
+    assert len(runs) == 6
+    slower = {(r["method"], r["prompt_tokens"]): r["slower"] for r in found["rows"]}
+    assert list(slower.values()) == [1.4, 1.4, 1.0, 1.0]
