@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvsim.accuracy import Row, evaluate_table, summary
 from kvsim.coefficients import Coefficient
 from kvsim.errors import KvsimError
-from kvsim.families import fit_family, read_tables
+from kvsim.families import carried_errors, fit_family, read_tables, spread_of, to_lend
 from kvsim.fitting import trusted
 from kvsim.measured import Table, device_of
 from kvsim.serving_steps import read_steps, unseen_blocks
@@ -47,10 +48,17 @@ def unseen_shapes(table: Table) -> list[Row]:
 
 
 def carried(table: Table, measured: dict[str, list[Coefficient]]) -> dict[tuple[str, str], list[Row]]:
-    """Errors of each family's rows under each other family's coefficients, keyed (predicted family, lender)."""
-    families = family_of(table)
-    return {(str(family), lender): evaluate_table(table.where(families == family), tuple(rows))
-            for family in np.unique(families) for lender, rows in measured.items() if lender != family}
+    """Errors of each family's rows under each other family's coefficients, keyed (predicted family, lender).
+
+    Intervals are those that a family without measurements gets: from errors between the families besides it; where
+    it is the one of another maker, none were measured on another, and they come from this maker's.
+    """
+    families, errors, found = family_of(table), carried_errors(table, measured), {}
+    for family, lender in errors:
+        error, bound = spread_of(errors, family)
+        rows = tuple(replace(c, log_error=error, memory_log_error=bound) for c in measured[lender])
+        found[family, lender] = evaluate_table(table.where(families == family), rows)
+    return found
 
 
 def _line(what: str, rows: Sequence[Row]) -> str:
@@ -78,7 +86,7 @@ def main() -> None:
         families = sorted({str(f) for t in tables for f in np.unique(family_of(t))})
         for table in tables:
             print(_line(f"{table.op}: blocks of shapes held out", unseen_shapes(table)))
-            measured = {family: fit_family([table], family) for family in families}
+            measured = {family: to_lend(fit_family([table], family)) for family in families}
             for (family, lender), rows in carried(table, measured).items():
                 print(_line(f"{table.op}: {family} by {lender}", rows))
     except KvsimError as error:

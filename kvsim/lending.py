@@ -29,6 +29,10 @@ CACHE_GAIN = {"ada": 0.82}
 OTHER_UNITS = ("gaudi", "trainium", "tpu")
 """Families whose units are few large matrix engines."""
 
+FOREIGN = ("cdna", "rdna", "gaudi", "trainium", "tpu", "apple")
+"""Families of other makers than their lenders'. Carried to the one that was measured, an Arc Pro B60, attention is off
+by 60% (26% for shapes of language models), so that their intervals take its errors in."""
+
 _CLOCK = 2.6e9
 _VALUES = 2 * 8 * 128 * 16_384
 """Stored values of the measured case: 8 KV heads of 128, keys and values, 16,384 tokens."""

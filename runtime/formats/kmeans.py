@@ -121,10 +121,12 @@ def kmeans_1d(samples: Tensor, weights: Tensor, count: int) -> Tensor:
     (Panter and Dite 1951). A cluster of sorted samples is a slice and its mean a difference of running sums, so that
     a step costs count * log n look-ups a unit, and all channels of a layer take about a second.
     """
+    if not bool((weights >= 0).all()):
+        raise KvsimError("kmeans: weights must be 0 or more")
+    # a channel that the loss does not depend on (Gemma 3 has some) has no gradients: its samples count alike
+    weights = torch.where(weights.amax(-1, keepdim=True) > 0, weights, 1.0)
     order = samples.argsort(-1)
     values, mass = samples.gather(-1, order).double(), weights.gather(-1, order).double()
-    if not bool((mass.sum(-1) > 0).all()) or bool((mass < 0).any()):
-        raise KvsimError("kmeans: weights must be 0 or more and not all zero in a codebook's samples")
     none = values.new_zeros(len(values), 1)
     total, moment = torch.cat((none, mass.cumsum(-1)), -1), torch.cat((none, (mass * values).cumsum(-1)), -1)
     gaps = torch.cat((none, values.diff(dim=-1)), -1)

@@ -10,8 +10,9 @@ import pytest
 from kvsim.accuracy import summary
 from kvsim.coefficients import BOUNDS, Coefficient, family_coefficients, parse_coefficients
 from kvsim.crosscheck import BLOCK, carried, held_out, unseen_shapes
-from kvsim.families import carried_spreads, fit_family, lent, written
+from kvsim.families import UNKNOWN, carried_errors, fit_family, lent, spread_of, to_lend, written
 from kvsim.fitting import fit, predictor, quantiles, trusted
+from kvsim.hardware import load_device
 from kvsim.lending import LENDERS
 from kvsim.measured import Table, device_of, read_table
 
@@ -112,12 +113,41 @@ def test_a_family_from_rows_to_file_and_to_the_families_that_borrow() -> None:
     assert ("matmul", "*", "bf16") in keys
     assert ("matmul", "trtllm/*", "fp8") in keys
     assert next(c for c in measured["hopper"] if c.op == "decode").kernel == "vllm/fa3"
-    spreads = carried_spreads(tables, measured)
+    apart = {table.op: carried_errors(table, measured) for table in tables}
+    spreads = {op: spread_of(found) for op, found in apart.items()}
+    # between two families each is only carried to and from the other: without one of them nothing is known
+    assert all(spread_of(found, "hopper") == UNKNOWN for found in apart.values())
     for c in lent(measured["blackwell-gddr"], LENDERS["ada"], "ada", spreads):
         assert c.borrowed == "blackwell-gddr"
         assert c.log_error[0] <= -0.1
         assert c.log_error[2] >= 0.1
     assert device_of("b60").name == "Arc-Pro-B60"
+
+
+def test_a_loan_keeps_attention_s_cache_by_unit_and_products_by_memory() -> None:
+    rows = [replace(c, cache_rate=0.0, cache_multiple=3.0) for c in family_coefficients("hopper") if c.devices]
+    device = load_device(rows[0].devices[0])
+    for before, after in zip(rows, to_lend(rows), strict=True):
+        if before.op == "matmul":
+            assert after == before
+        else:
+            assert after.cache_multiple == 0.0
+            cached = after.cache_rate * device.units * device.clock_hz
+            assert cached == pytest.approx(3.0 * device.bandwidth_bytes_per_s)
+
+
+def test_element_wise_kernels_know_the_reach_of_attention_s_cache() -> None:
+    for family in ("hopper", "ampere-dc", "xe"):
+        rows = family_coefficients(family)
+        attention = next(c for c in rows if c.op == "decode" and c.format == "bf16")
+        assert next(c for c in rows if c.op == "elementwise").cache_reach == attention.cache_reach != 1.0
+
+
+def test_a_family_of_another_maker_than_its_lender_is_known_less() -> None:
+    for op in ("decode", "prefill", "matmul"):
+        near, far = (next(c for c in family_coefficients(f) if c.op == op) for f in ("ada", "rdna"))
+        assert near.borrowed == far.borrowed == "blackwell-gddr"
+        assert far.log_error[2] > near.log_error[2]
 
 
 def test_held_out_blocks_are_whole_and_about_a_quarter() -> None:
