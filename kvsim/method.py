@@ -178,10 +178,12 @@ class Method:
                 f"heads of {policy.name} hold different numbers of rows, but {together} writes {side} of several heads "
                 f"together; use parts that write each head by itself"
             )
-        if policy.drops == "rows" and policy.per_head and chain.basis.joins_heads:
+        if policy.drops == "rows" and policy.per_head and (chain.basis.joins_heads or chain.format.joins_heads):
+            tight: Part = chain.basis if chain.basis.joins_heads else chain.format
             raise KvsimError(
-                f"{policy.name} drops other rows in each head, but {chain.basis.name} writes one row for several "
-                f"heads; use a basis for each head (svd) or a prompt policy such as snapkv"
+                f"{policy.name} drops other rows in each head, but {tight.name} writes one row for several heads; "
+                f"use {'a basis for each head (svd)' if tight is chain.basis else 'int'} or a prompt policy such as "
+                "snapkv"
             )
 
     @property

@@ -68,6 +68,11 @@ class Format(Part):
         return True
 
     @property
+    def joins_heads(self) -> bool:
+        """Whether one row of a buffer holds values of several heads."""
+        return False
+
+    @property
     def residual_rows(self) -> int:
         """Newest rows held in full precision."""
         return 0

@@ -59,6 +59,36 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
     return codes.flatten(-2)[..., :width]
 
 
+def pack_uneven(codes: Tensor, bits: Tensor, size: int) -> Tensor:
+    """Codes [..., w] int32 below 2^bits to [..., size] uint8, each of its own bits [..., w] (1 to 8; broadcasts).
+
+    Codes follow one another without gaps, lowest bits first; spare bits are zero.
+    """
+    byte, shift, _ = _uneven(bits)
+    spread = codes << shift
+    # bits of different codes never overlap, so that adding is joining
+    packed = codes.new_zeros(*codes.shape[:-1], size + 1)
+    packed.scatter_add_(-1, byte.expand_as(codes), spread & 255)
+    packed.scatter_add_(-1, (byte + 1).expand_as(codes), spread >> 8)
+    return packed[..., :-1].to(torch.uint8)
+
+
+def unpack_uneven(packed: Tensor, bits: Tensor) -> Tensor:
+    """The inverse of `pack_uneven`: codes [..., w] int32, each cut out of the two bytes it may lie in."""
+    byte, shift, mask = _uneven(bits)
+    held = packed.to(torch.int32)
+    shape = (*held.shape[:-1], bits.shape[-1])
+    high = held.gather(-1, (byte + 1).clamp(max=held.shape[-1] - 1).expand(shape))
+    return ((held.gather(-1, byte.expand(shape)) | (high << 8)) >> shift) & mask
+
+
+def _uneven(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First byte, shift and mask of each code."""
+    wide = bits.to(torch.int64)
+    first = wide.cumsum(-1) - wide
+    return first // 8, (first % 8).to(torch.int32), ((1 << wide) - 1).to(torch.int32)
+
+
 def _join(codes: Tensor, bits: int) -> Tensor:
     """Pairs of codes into one of twice the bits, two bytes at a time as one 16-bit word."""
     pair = codes.view(torch.int16)

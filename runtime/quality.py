@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -16,8 +19,8 @@ from kvsim.cli_options import Count, print_json
 from kvsim.errors import KvsimError
 from kvsim.evidence import Evidence, own_path
 from runtime.quality_grid import QUICK, full_grid, preset_methods
-from runtime.quality_run import Bench, Sizes, quick, run
-from runtime.quality_subjects import load_subject, load_text
+from runtime.quality_run import Bench, Sizes, quick, rounded, run
+from runtime.quality_subjects import Subject, Text, load_subject, load_text
 
 
 @click.command("quality", context_settings={"help_option_names": ["--help", "-h"]})
@@ -52,7 +55,10 @@ from runtime.quality_subjects import load_subject, load_text
     "--others", is_flag=True, help="Other libraries' caches (quanto, HQQ, kvpress) at equal bytes beside methods here."
 )
 @click.option(
-    "--out", type=click.Path(), metavar="FILE", help="JSON lines to append to.  [your evidence, which fit prefers]"
+    "--out",
+    type=click.Path(),
+    metavar="FILE",
+    help="JSON lines to append to; the JSON of --tasks and the like.  [your evidence, which fit prefers]",
 )
 @click.option("--threads", type=int, default=None, metavar="N", help="Threads of the processor.  [torch's choice]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -89,7 +95,8 @@ def command(
     texts = load_text(subject.tokenizer, text_file)
     named = split_methods(methods, "--methods") if methods else None
     if tasks or bounds or allocate or others:
-        _reports(tasks, bounds, allocate, others, subject, texts, sizes, named, as_json)
+        wanted = {"tasks": tasks, "bounds": bounds, "allocate": allocate, "quality_others": others}
+        _reports([name for name, asked in wanted.items() if asked], subject, texts, sizes, named, out, as_json)
         return
     bench = Bench(subject, texts, sizes)
     head_dim = max(x.attention.k_dim for x in bench.spec.layers if x.attention)
@@ -104,19 +111,31 @@ def command(
     click.echo(f"{subject.name} on {texts.name}: {len(rows)} rows in {path}")
 
 
-def _reports(tasks, bounds, allocate, others, subject, texts, sizes, named, as_json) -> None:  # type: ignore[no-untyped-def]
-    from runtime import allocate as allocation
-    from runtime import bounds as limits
-    from runtime import quality_others as libraries
-    from runtime import tasks as retrieval
+def _reports(
+    names: Sequence[str], subject: Subject, texts: Text, sizes: Sizes, named: list[str] | None, out: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print what the modules of these names report, or keep it in a file as the evidence keeps it."""
+    if out is not None and len(names) > 1:
+        raise KvsimError("quality: --out holds one report; ask for tasks, bounds, allocate and others one by one")
+    for name in names:
+        module = import_module(f"runtime.{name}")
+        found = module.report(subject, texts, sizes, named)
+        if out is not None:
+            Path(out).write_text(json.dumps(tidy(found), allow_nan=False, indent=1) + "\n", "utf-8")
+        if as_json:
+            print_json(found)
+        else:
+            click.echo("\n".join(module.lines(found)))
 
-    for wanted, module in ((tasks, retrieval), (bounds, limits), (allocate, allocation), (others, libraries)):
-        if wanted:
-            found = module.report(subject, texts, sizes, named)
-            if as_json:
-                print_json(found)
-            else:
-                click.echo("\n".join(module.lines(found)))
+
+def tidy(found: Any) -> Any:
+    """Figures to the digits that a rerun gives again."""
+    if isinstance(found, dict):
+        return {k: tidy(v) for k, v in found.items()}
+    if isinstance(found, list | tuple):
+        return [tidy(v) for v in found]
+    return rounded(found) if isinstance(found, float) else found
 
 
 Said = Callable[[str, Evidence | None, str], None]

@@ -91,6 +91,12 @@ def loss(weight: Tensor, x: Tensor, y: Tensor) -> float:
     return float(((x.double() - y.double()).square() * weight.double()).sum())
 
 
+def losses(weight: Tensor, x: Tensor, y: Tensor, group: int) -> Tensor:
+    """The same by head and group of `group` channels, [H, groups]."""
+    each = ((x.double() - y.double()).square() * weight.double()).sum((0, 2))
+    return torch.stack([part.sum(-1) for part in each.split(group, -1)], dim=-1)
+
+
 def by_layer(found: Weights) -> list[tuple[float, float]]:
     """Mean weight of keys and of values for each layer: which layers are sensitive."""
     return [(float(k.float().mean()), float(v.float().mean())) for k, v in found]

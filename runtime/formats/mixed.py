@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsim.allocation import exact
 from kvsim.errors import KvsimError
 from kvsim.formats.mixed import Mixed
+from runtime.packing import pack_uneven, unpack_uneven
 from runtime.parts import FormatTwin, Tensors
 from runtime.scales import at_least, check_finite, check_held, finished, grouped, inverse
 
@@ -68,32 +69,19 @@ class MixedTwin(FormatTwin):
         check_held(self, wide, scale, least)
         codes = torch.minimum(((groups - least.float()) * inverse(scale)).round_().clamp_(min=0), levels)
         codes = codes.flatten(3)[..., : x.shape[3]].to(torch.int32)
-        byte, shift, _ = self._layout(fixed["widths"])
-        spread = codes << shift
-        # bits of different codes never overlap, so that adding is joining
-        packed = codes.new_zeros(*codes.shape[:3], self.part.row_bytes(x.shape[3]) + 1)
-        packed.scatter_add_(-1, byte.expand_as(codes), spread & 255)
-        packed.scatter_add_(-1, (byte + 1).expand_as(codes), spread >> 8)
-        return {"codes": packed[..., :-1].to(torch.uint8), "scale": scale.squeeze(-1), "min": least.squeeze(-1)}
+        packed = pack_uneven(codes, self._bits_of_values(fixed["widths"]), self.part.row_bytes(x.shape[3]))
+        return {"codes": packed, "scale": scale.squeeze(-1), "min": least.squeeze(-1)}
 
     def decode(self, rows: Tensors, fixed: Tensors, blocks: Tensor) -> Tensor:
-        """code * scale + min, each code cut out of the two bytes it may lie in."""
-        byte, shift, mask = self._layout(fixed["widths"])
-        held = rows["codes"].to(torch.int32)
-        shape = (*held.shape[:3], self.place.width)
-        last = held.shape[-1] - 1
-        high = held.gather(-1, (byte + 1).clamp(max=last).expand(shape))
-        codes = ((held.gather(-1, byte.expand(shape)) | (high << 8)) >> shift) & mask
+        """code * scale + min."""
+        codes = unpack_uneven(rows["codes"], self._bits_of_values(fixed["widths"]))
         values = grouped(codes.float(), self._group) * rows["scale"].float().unsqueeze(-1)
         values = values + rows["min"].float().unsqueeze(-1)
         return finished(values.flatten(3)[..., : self.place.width], self.setting.dtype)
 
-    def _layout(self, widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """First byte, shift and mask of each channel's code, [B, H, 1, d]."""
-        sizes = torch.tensor(self._sizes, device=widths.device)
-        bits = widths.to(torch.int64).repeat_interleave(sizes, dim=-1)
-        first = bits.cumsum(-1) - bits
-        return first // 8, (first % 8).to(torch.int32), ((1 << bits) - 1).to(torch.int32)
+    def _bits_of_values(self, widths: Tensor) -> Tensor:
+        """The width of each channel's code, [B, H, 1, d]."""
+        return widths.to(torch.int64).repeat_interleave(torch.tensor(self._sizes, device=widths.device), dim=-1)
 
     @property
     def _group(self) -> int:

@@ -16,6 +16,7 @@ from kvsim.formats.nvfp4 import NvFp4
 from kvsim.formats.outliers import Outliers
 from kvsim.formats.rotated import Rotated
 from kvsim.formats.sketch import Sketch
+from kvsim.formats.widths import Widths
 from kvsim.layout import layer_layout
 from kvsim.method import parse_method
 from kvsim.model import Attention, Layer
@@ -67,6 +68,9 @@ def row(part, width):
         (Mixed(), 64, 32 + 4),
         (Mixed(bits=(2, 3), mean=2.1, group=16), 80, 21 + 5 * 4),  # 2.1 * 80 / 8 is 21, in decimals
         (Mixed(bits=(2, 8), mean=2.2), 64, 18 + 4),  # 17.6 up
+        (Widths(), 64, 32 + 4),  # as int(bits=4)
+        (Widths(bits=(3, 6), group=32), 64, 12 + 24 + 8),  # 32 x 3 and 32 x 6 bits
+        (Widths(bits=(3, 6), group=60), 64, 26 + 8),  # 60 x 3 + 4 x 6 bits are 25.5 bytes
         (Float8(), 64, 64 + 2),
         (Float8(scale="none"), 64, 64),
         (Float8(kind="e5m2", scale="tensor"), 64, 64),
@@ -242,6 +246,8 @@ REFUSED = [
     (lambda: Mixed(mean=1.5), "lie in 2 to 8"),
     (lambda: Mixed(mean=8.5), "mean"),
     (lambda: Mixed(mean=float("nan")), "mean"),
+    (lambda: Widths(bits=(0, 4)), "bits"),
+    (lambda: Widths(bits=4), "list"),
     (lambda: Float8(kind="e3m4"), "kind"),
     (lambda: Float8(calibration="x"), "scale=tensor"),
     (lambda: NvFp4(scale="tensor"), "scale"),
@@ -271,6 +277,8 @@ VALUES = Place("v", 3, 64, 9, layer=7)
         (Int(group=128), VALUES, "values of layer 7"),
         (Log(group=65), VALUES, "group"),
         (Mixed(group=65), VALUES, "group"),
+        (Widths(group=65), VALUES, "group"),
+        (Widths(bits=(4, 3)), VALUES, "3 heads of 1 groups; give 1, 3 or 3"),
         (Gguf(), at(80), "blocks of 32"),
         (Sketch(), VALUES, "values of layer 7"),
         (Sketch(), at(512, mla=True), "MLA"),
@@ -288,3 +296,20 @@ def test_whole_numbers_are_decimals():
     assert Mixed(mean=4) == Mixed(mean=4.0)
     assert str(Mixed(mean=4)) == "mixed(bits=(2,4,8),mean=4.0)"
     assert Float8(scale=None) == Float8(scale="none")
+
+
+def test_given_widths_fall_on_heads_and_groups_in_order():
+    assert Widths(bits=(5,)).of_groups(3, 64) == [5, 5, 5]
+    assert Widths(bits=(4, 3, 5), group=32).of_groups(3, 64) == [4, 4, 3, 3, 5, 5]  # a number a head
+    assert Widths(bits=(4, 3, 5, 2, 2, 8), group=32).of_groups(3, 64) == [4, 3, 5, 2, 2, 8]  # a number a group
+    # heads of a row share its bytes: 64 x (4 + 3 + 5) bits are the 96 bytes of int(bits=4)
+    own = {b.name: int(b.bytes) for b in Widths(bits=(4, 3, 5)).buffers(10, 1, Place("k", 3, 64, 9))}
+    assert own == {"codes": 960, "scale": 60, "min": 60}
+
+
+def test_a_row_of_all_heads_cannot_lose_one_heads_row():
+    with pytest.raises(KvsimError, match="h2o drops other rows in each head, but widths writes one row"):
+        parse_method("h2o(budget=0.5) | widths(bits=(4,3,5))")
+    with pytest.raises(KvsimError, match="writes keys of several heads together"):
+        parse_method("ada(budget=0.5) | widths(bits=(4,3,5))")
+    assert str(parse_method("snapkv(budget=0.5) | widths(bits=(4,3,5))"))

@@ -17,6 +17,7 @@ from kvsim.formats.nvfp4 import NvFp4
 from kvsim.formats.outliers import Outliers
 from kvsim.formats.rotated import Rotated
 from kvsim.formats.sketch import Sketch
+from kvsim.formats.widths import Widths
 from kvsim.parts import Place
 
 SMOL = Place("k", 3, 64, 9)
@@ -34,6 +35,7 @@ class TestDeclarations:
         Log(): "lookup",
         KMeans(): "lookup",
         Mixed(): "unpack",
+        Widths(): "unpack",
         Float8(): "scale",
         Float8(scale="none"): "cast",
         NvFp4(): "unpack",

@@ -18,6 +18,7 @@ from kvsim.formats.nvfp4 import NvFp4
 from kvsim.formats.outliers import Outliers
 from kvsim.formats.rotated import Rotated
 from kvsim.formats.sketch import Sketch
+from kvsim.formats.widths import Widths
 from kvsim.parts import Place, Quantizer, parts
 
 LENGTHS = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 509, 1021, 4093]
@@ -98,6 +99,12 @@ quantizers = st.one_of(
         Mixed,
         bits=st.just((1, 2, 4, 8)),
         mean=st.floats(1, 8).map(lambda x: round(x, 2)),
+        group=st.sampled_from([None, 8, 30]),
+        residual=some,
+    ),
+    st.builds(
+        Widths,
+        bits=st.lists(st.integers(1, 8), min_size=1, max_size=6).map(tuple),
         group=st.sampled_from([None, 8, 30]),
         residual=some,
     ),
@@ -183,7 +190,7 @@ def test_written_form_holds_every_setting(part):
 
 def test_every_format_is_drawn_above():
     known = {p.name for p in parts().values() if p.role == "format"} - {"full"}
-    drawn = {p.name for p in (Int, Log, KMeans, Mixed, Float8, NvFp4, MxFp, Gguf, Rotated, Sketch)}
+    drawn = {p.name for p in (Int, Log, KMeans, Mixed, Widths, Float8, NvFp4, MxFp, Gguf, Rotated, Sketch)}
     assert known == drawn
     assert {p.name for p in parts().values() if p.role == "correction"} == {Outliers.name, LowRank.name}
     assert all(issubclass(parts()[n], Quantizer) for n in known)

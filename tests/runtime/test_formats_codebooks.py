@@ -125,6 +125,19 @@ class TestKMeans:
             x[close], there_and_back(plain, x)[close]
         )
 
+    def test_a_channel_without_weights_counts_its_samples_alike(self):
+        """Channel 3 has no gradients: its codebook is the one that equal weights give; negative ones are refused."""
+        x, form = normal(1, 1, 256, 8), "kmeans(bits=2,weighting=fisher)"
+        weights = torch.ones(1, 1, 256, 8)
+        weights[..., 3] = 0
+        weights[..., 5] = x[..., 5].square()
+        found, alike = (run(form, heads=1, width=8).calibrate(x, w)["codebook"] for w in (weights, torch.ones_like(x)))
+        found, alike = found.reshape(8, 4), alike.reshape(8, 4)
+        assert torch.equal(found[3], alike[3])
+        assert not torch.equal(found[5], alike[5])
+        with pytest.raises(KvsimError, match="0 or more"):
+            run(form, heads=1, width=8).calibrate(x, -weights)
+
     def test_weights_are_not_guessed(self):
         with pytest.raises(KvsimError, match="weighting=fisher needs calibration"):
             run("kmeans(bits=3,weighting=fisher)").start(normal(1, 2, 8, 64))
@@ -189,6 +202,26 @@ class TestMixed:
         assert found["sensitivity"].shape == (2, 4)
         widths = run("mixed(by=hessian,group=16)", calibration=found).start(x)["widths"]
         assert (widths[..., 0] == 8).all()
+
+
+class TestWidths:
+    @pytest.mark.parametrize("bits", [2, 3, 5, 8])
+    def test_one_width_is_plain_integers(self, bits):
+        x = normal(2, 2, 9, 80)
+        given = there_and_back(run(f"widths(bits=({bits},),group=16)", width=80), x)
+        assert torch.equal(given, there_and_back(run(f"int(bits={bits},group=16)", width=80), x))
+
+    @pytest.mark.parametrize("bits", [(4, 3, 5), (1, 7, 2, 8, 3, 5, 6, 4, 2, 2, 2, 5)])
+    def test_each_head_and_group_is_plain_integers_of_its_width(self, bits):
+        """Codes that straddle bytes and heads, a shorter last group."""
+        x = normal(2, 3, 11, 80)
+        twin = run(f"widths(bits={bits},group=24)", heads=3, width=80)
+        back, each = there_and_back(twin, x), len(bits) // 3
+        for h in range(3):
+            for g, first in enumerate(range(0, 80, 24)):
+                piece = x[:, h : h + 1, :, first : first + 24]
+                plain = run(f"int(bits={bits[h * each + g * each // 4]})", heads=1, width=piece.shape[3])
+                assert torch.equal(back[:, h : h + 1, :, first : first + 24], there_and_back(plain, piece)), (h, g)
 
 
 class TestRotated:

@@ -28,6 +28,8 @@ FORMS = [
     "kmeans(bits=2,per=layer,scale=row)",
     "mixed(bits=(2,4,8),mean=4,group=16)",
     "mixed(bits=(1,3,5),mean=2.3,group=24)",
+    "widths(bits=(5,))",
+    "widths(bits=(3,),group=24)",
     "float8(kind=e4m3)",
     "float8(kind=e5m2)",
     "float8(scale=none)",

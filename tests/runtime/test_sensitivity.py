@@ -1,6 +1,7 @@
 """Sensitivities against finite differences, allocations against brute force, methods that say what was allocated."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -9,10 +10,14 @@ import torch
 pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import kvsim
 from kvsim.errors import KvsimError
-from runtime.allocate import Table, bits_table, rank_table, token_table
+from kvsim.layout import layer_layout
+from runtime.allocate import GRAINS, Table, bits_table, rank_table, token_table
+from runtime.cache import CompressedCache
+from runtime.quality_forced import take_prompt
 from runtime.quality_reference import reference
-from runtime.sensitivity import KINDS, _passed, by_layer, curvature, loss, weights
+from runtime.sensitivity import KINDS, _passed, by_layer, curvature, loss, losses, weights
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,13 @@ def test_loss_by_hand():
     assert loss(torch.tensor([2.0, 3.0]), x, y) == pytest.approx(2 * 0.25 + 3 * 1.0)
 
 
+def test_losses_of_heads_and_groups_by_hand():
+    x, y = torch.tensor([[[[1.0, 2.0]], [[0.0, 4.0]]]]), torch.tensor([[[[1.5, 1.0]], [[0.0, 1.0]]]])
+    # head 0: 2 * 0.5^2 and 3 * 1^2; head 1: nothing and 3 * 3^2
+    assert losses(torch.tensor([2.0, 3.0]), x, y, 1).tolist() == [[0.5, 3.0], [0.0, 27.0]]
+    assert losses(torch.tensor([2.0, 3.0]), x, y, 2).tolist() == [[3.5], [27.0]]
+
+
 def test_tables_fall_with_bits_and_ranks_and_the_choice_is_exact(model, tokens):
     found = reference(model, tokens, 70)
     weigh = weights(model, tokens[:, :70], "gradient")
@@ -74,10 +86,53 @@ def test_tables_fall_with_bits_and_ranks_and_the_choice_is_exact(model, tokens):
         best = min(
             sum(table.losses[g, o] for g, o in enumerate(options))
             for options in itertools.product(range(len(table.options)), repeat=len(table.losses))
-            if sum(table.costs[o] for o in options) <= table.budget
+            if sum(table.costs[g, o] for g, o in enumerate(options)) <= table.budget
         )
         assert choice.loss == pytest.approx(best)
         assert choice.loss <= table.losses[:, table.uniform].sum()
+
+
+def one_layer():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=96, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=48, max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("grain", "groups"), [("layer", 2), ("head", 4), ("group", 8)])
+def test_bits_by_layer_head_and_group_are_the_integer_programmes_and_hold_no_more_bytes(tokens, grain, groups):
+    """Two heads of 48 channels: groups of 32 and 16. Bytes held are those predicted, and at most the uniform ones."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    model = one_layer()
+    found = reference(model, tokens, 70)
+    table = bits_table(model, found, weights(model, tokens[:, :70], "gradient"), 4, grain)
+    choice, n, m = table.chosen(), len(table.losses), len(table.options)
+    assert n == groups
+    one_each = LinearConstraint(np.kron(np.eye(n), np.ones(m)), 1, 1)
+    within = LinearConstraint(table.costs.reshape(1, -1), 0, table.budget)
+    best = milp(table.losses.ravel(), integrality=np.ones(n * m), bounds=Bounds(0, 1), constraints=[one_each, within])
+    assert choice.optimal
+    assert choice.loss == pytest.approx(best.fun, rel=1e-6)
+    method, held = table.method(choice.choice.tolist()), {}
+    for name, each in (("own", method), ("uniform", table.method([table.uniform] * n))):
+        with CompressedCache(each, model) as cache:
+            take_prompt(cache, found)
+            held[name] = cache.nbytes()
+        spec = kvsim.load_model(json.loads(model.config.to_json_string(False)))
+        assert held[name] == layer_layout(spec.layers[0], each, 70, 0, 32).bytes(2)
+    assert held["own"] <= held["uniform"]
+
+
+def test_finer_grains_never_lose_more_by_their_own_measure(tokens):
+    model = one_layer()
+    found = reference(model, tokens, 70)
+    weigh = weights(model, tokens[:, :70], "gradient")
+    by = [bits_table(model, found, weigh, 4, grain).chosen().loss for grain in GRAINS]
+    assert by[0] >= by[1] >= by[2]
+    assert by[0] > by[2]
 
 
 def test_token_budgets(model, tokens):
@@ -89,7 +144,13 @@ def test_token_budgets(model, tokens):
 
 
 def test_a_choice_becomes_clauses():
-    table = Table(("int(bits=4)", "int(bits=8)"), np.zeros((6, 2)), np.array([4, 8]), True, 0)
+    where = tuple((n, side) for n in range(3) for side in "kv")
+    table = Table(("int(bits=4)", "int(bits=8)"), np.zeros((6, 2)), np.tile([4, 8], (6, 1)), where, 0)
     assert str(table.method([0, 0, 0, 0, 0, 0])) == "int(bits=4)"
     written = str(table.method([0, 0, 1, 0, 0, 0]))
     assert written == "int(bits=4); layers=1-1: k:int(bits=8) v:int(bits=4)"
+    heads = tuple((n, side) for n in range(2) for side in "kv" for _ in range(2))
+    table = Table(("int(bits=4,group=32)", "int(bits=8,group=32)"), np.zeros((8, 2)), np.tile([4, 8], (8, 1)), heads, 0)
+    written = str(table.method([0, 1, 0, 0, 1, 1, 0, 0]))
+    assert "k:widths(bits=(4,8),group=32) v:int(bits=4,group=32)" in written
+    assert "k:int(bits=8,group=32) v:int(bits=4,group=32)" in written
