@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from kvsim.buffers import Eager
 from kvsim.layout import Layout, Side, largest, smallest
 from kvsim.op import Named, Op
 from kvsim.parts import Work
 
 SMALL = "norms, rotation, activation"
 """The line of all that only streams activations."""
+KERNEL_CALLS = 9
+"""Torch calls behind each of a layer's small kernels: 44 in five of an eager Llama layer, views included, besides its
+products and attention (counted by dispatching them, transformers 5.24)."""
 BLOCK_BYTES = 32768.0
 """Bytes that one thread block of a streaming kernel takes on: large arrays fill every unit."""
 
@@ -43,6 +47,8 @@ def step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
     copied = moving if policy.drops == "rows" else 0.0
     work = policy.step_work(layout.rows, _keys(layout))
     yield from _work_op(name, work, batch, count, ((name, 1.0),), pieces, copied)
+    besides = policy.eager("decode", layout.rows.attended, _keys(layout))
+    yield from _eager_ops(name, besides, batch, count, pieces, copied)
 
 
 def prompt_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits: int) -> Iterator[Op]:
@@ -53,6 +59,7 @@ def prompt_work(layout: Layout, batch: Any, prompt: Any, count: int, value_bits:
     gathered = 2.0 * batch * kept * sum(s.place.heads * s.place.width * value_bits / 8 for s in layout.sides)
     copied = gathered if policy.drops in ("rows", "prefill") else 0.0
     yield from _work_op(name, policy.prompt_work(prompt, _keys(layout)), batch, count, ((name, 1.0),), pieces, copied)
+    yield from _eager_ops(name, policy.eager("prefill", prompt, _keys(layout)), batch, count, pieces, 0.0)
     if layout.method.is_full:
         yield _plain(layout, "full compress", batch, count, pieces, kept)
     work = Work()
@@ -97,6 +104,25 @@ def _work_op(
         yield Op(name, "prefill", count * products, flops=1.0 * batch * work.products, blocks=blocks, keys=keys)
 
 
+def calls_op(name: str, calls: Any, count: Any, beside: str = "") -> Op:
+    """Torch calls between a model's own, at the pace at which those of its small kernels come."""
+    return Op(name, "elementwise", count * calls, keys=(("activations", 1.0 / KERNEL_CALLS),), only_known=True,
+              beside=beside)
+
+
+def _eager_ops(name: str, eager: Eager, batch: Any, count: int, pieces: Any, copied: Any) -> Iterator[Op]:
+    """What torch does beside a policy's counted work, where the policy has no measured part of its own."""
+    if not np.any(eager.calls):
+        return
+    yield calls_op(name, eager.calls * pieces, count, name)
+    work = eager.work
+    moved = 1.0 * batch * (work.read_bytes + work.write_bytes) + copied
+    if np.any(moved) or np.any(work.flops):
+        yield Op(name, "elementwise", count, bytes=moved, flops=1.0 * batch * work.flops, beside=name)
+    if np.any(work.products):
+        yield Op(name, "prefill", count, flops=1.0 * batch * work.products, beside=name)
+
+
 def _encode(side: Side, rows: Any) -> Work:
     """Arithmetic to encode `rows` rows of one side."""
     row = side.chain.format.encode_row_flops(side.latent)
@@ -105,7 +131,10 @@ def _encode(side: Side, rows: Any) -> Work:
 
 
 def _written(layout: Layout, how: str) -> Named:
-    """What writing is called (`svd compress`, `int4 append`), and each name's share of the sides."""
+    """What writing is called (`svd compress`, `int4 append`), and each name's share of the sides.
+
+    The time of a basis and that of a format hold the plain writing each; where both are, it is done once.
+    """
     names: dict[str, float] = {}
     for side in layout.sides:
         chain = side.chain
@@ -113,7 +142,8 @@ def _written(layout: Layout, how: str) -> Named:
         parts += [] if chain.format.name == "full" else [chain.format.kernel_format]
         for name in (*parts, *(c.name for c in chain.corrections)):
             names[f"{name} {how}"] = names.get(f"{name} {how}", 0.0) + 1.0 / len(layout.sides)
-    return tuple(names.items())
+    twice = sum(c.basis.name != "identity" and c.format.name != "full" for c in (side.chain for side in layout.sides))
+    return ((f"full {how}", -twice / len(layout.sides)), *names.items()) if twice else tuple(names.items())
 
 
 def attention_adds(layout: Layout) -> Named:

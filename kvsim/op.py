@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -31,10 +31,10 @@ class Op:
     stored values, both where keys and values differ.
 
     What only devices with measurements of the project's runtime use: keys: names under which they know this very work,
-    with a share each. adds: the same, on top of the format's time (listed as `name family`). kernels: families that do
-    it, the best first; none: the device's default. held: rows held for each row attended, all of which a kernel that
-    cannot gather decodes. copied: bytes that move because rows leave. pieces: stores that are walked one by one.
-    only_known: no work elsewhere.
+    with a share each, negative for what others of them have in common. adds: the same, on top of the format's time
+    (listed as `name family`). kernels: families that do it, the best first; none: the device's default. held: rows held
+    for each row attended, all of which a kernel that cannot gather decodes. copied: bytes that move because rows leave.
+    pieces: stores that are walked one by one. only_known: no work elsewhere.
 
     joint: outputs of the one product in which servers compute this one and others of the same input (queries with keys
     and values, gate with up), as a multiple of its own; this op is charged its share.
@@ -63,6 +63,7 @@ class Op:
     copied: Any = 0.0
     pieces: Any = 1
     only_known: bool = False
+    beside: str = ""
     joint: float = 1.0
 
 
@@ -98,14 +99,13 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None, col
     if added is not None and added.compress_bytes_per_s and op.name in WRITING:
         streamed = cost.kernel_seconds(hardware, "elementwise", cost.KernelWork(op.bytes, blocks=op.blocks))
         return [replace(streamed, seconds=written_faster(added, streamed.seconds, op.bytes))]
+    if op.beside and ((PART, op.beside) in _measured_kernels(hardware, "elementwise") or not runs_here(hardware)):
+        return []
     known = _measured_kernels(hardware, op.kind)
-    named = [(key, share) for key, share in op.keys if (PART, key) in known]
-    if named:
-        return [_own_time(hardware, op, key, share) for key, share in named]
+    if named := _named(hardware, op, known):
+        return named
     if op.only_known:
         return []
-    if alike := [(key, found, share) for key, share in op.keys if (found := _written_alike(known, key))]:
-        return [_by_analogy(_own_time(hardware, op, found, share), key, found) for key, found, share in alike]
     times = []
     for form, how in op.formats:
         kernel, near = (family, form) if family else _measured(known, op.kernels, form)
@@ -121,33 +121,63 @@ def op_seconds(hardware: HardwareProfile, op: Op, family: str | None = None, col
     return times
 
 
+def _named(hardware: HardwareProfile, op: Op, known: frozenset[tuple[str, str]]) -> list[cost.Seconds]:
+    """The times of the parts under whose names the device knows this work, or one like it; empty where it does not.
+
+    A negative share is what others have in common: nothing is there twice where one of them is not known.
+    """
+    answers = [(key, key if (PART, key) in known else "" if op.only_known else _written_alike(known, key), share)
+               for key, share in op.keys]
+    whole = all(found for _, found, _ in answers)
+    times = [(key, found, _own_time(hardware, op, found, share)) for key, found, share in answers
+             if found and (share > 0 or whole)]
+    return [one if found == key else _by_analogy(one, key, found) for key, found, one in times]
+
+
 def _measured(known: frozenset[tuple[str, str]], kernels: tuple[str, ...], form: str) -> tuple[str | None, str]:
-    """Family and format that answer for `form`: itself, else one of its name with other digits; (None, form): none."""
+    """Family and format that answer for `form`: itself, else the nearest of its name; (None, form): none."""
     exact = next((k for k in kernels if (k, form) in known), None)
     if exact is not None:
         return exact, form
-    for stem in (r"[a-z]+\d+_", r"[a-z]+"):
-        found = re.match(stem, form)
-        alike = re.compile(re.escape(found[0]) + r"\d*") if found else None
-        for k in kernels if alike else ():
-            near = sorted(f for family, f in known if family == k and alike is not None and alike.fullmatch(f))
-            if near:
-                return k, near[0]
+    for stem in STEMS:
+        for k in kernels:
+            if near := _nearest(form, stem, (f for family, f in known if family == k)):
+                return k, near
     sole = len(kernels) == 1 and any(family == kernels[0] for family, _ in known)
     return (kernels[0] if sole else None), form
 
 
+STEMS = (r"[a-z]+\d+_", r"[a-z]+")
+"""What formats that are alike have in common: q4_0 and q4_1, else q4_0 and q8_0 or int2 and int4."""
+
+
+def _nearest(form: str, stem: str, names: Iterable[str]) -> str:
+    """Of the names with the same stem and other digits the one whose digits are nearest; empty where there is none."""
+    found = re.match(stem, form)
+    if found is None:
+        return ""
+    alike = [f for f in sorted(names) if re.fullmatch(re.escape(found[0]) + r"[\d_]*", f)]
+    return min(alike, key=lambda f: abs(_digits(f) - _digits(form)), default="")
+
+
+def _digits(form: str) -> int:
+    found = re.search(r"\d+", form)
+    return int(found[0]) if found else 0
+
+
 def _written_alike(known: frozenset[tuple[str, str]], key: str) -> str:
-    """The part that answers for writing a format nobody measured (`rotated4 append`): one of 4 bits, else any other.
+    """The part that answers for writing a format nobody measured (`rotated4 append`): the nearest of its name, else one
+    of 4 bits, else any other.
 
     Formats have their bits in their names; bases and policies have none, and no other stands for them.
     """
     what, _, how = key.rpartition(" ")
     if how not in ("compress", "append") or not re.search(r"\d", what):
         return ""
-    names = sorted(f for family, f in known if family == PART and f.endswith(f" {how}"))
-    formats = [f for f in names if f.rpartition(" ")[0] in FORMATS]
-    return f"int4 {how}" if f"int4 {how}" in formats else formats[0] if formats else ""
+    names = sorted(f.rpartition(" ")[0] for family, f in known if family == PART and f.endswith(f" {how}"))
+    near = next((n for stem in STEMS if (n := _nearest(what, stem, names))), "")
+    formats = [near] if near else [f for f in names if f in FORMATS]
+    return f"int4 {how}" if "int4" in formats else f"{formats[0]} {how}" if formats else ""
 
 
 def _by_analogy(one: cost.Seconds, form: str, near: str) -> cost.Seconds:

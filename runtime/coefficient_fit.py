@@ -58,9 +58,27 @@ class Fitted(NamedTuple):
 def fitted(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool = True,
            gathers: bool = False) -> Fitted:
     """The base with its times replaced by those that fit the samples; own, gathers: as for `kernel_work`."""
-    errors = left_out(device, base, samples, own, gathers)
     whole = _fit(device, base, samples, own, gathers)
+    errors = studentized(log_errors(samples, predicted(device, whole, samples, own, gathers)),
+                         left_out(device, base, samples, own, gathers))
     return Fitted(replace(whole, log_error=quantiles(errors), rows=len(samples)), errors)
+
+
+def log_errors(samples: Sequence[Sample], there: Floats) -> Floats:
+    """ln(measured / predicted) of samples, with what others pay for on both sides."""
+    seconds, paid = (np.array([getattr(s, name) for s in samples]) for name in ("seconds", "paid"))
+    return np.asarray(np.log(np.maximum(seconds + paid, 1e-9) / (there + paid)))
+
+
+def studentized(seen: Floats, unseen: Floats) -> Floats:
+    """The errors' own size, between those of a fit that saw the points and of fits that did not.
+
+    A fit bends towards what it saw, by 1 - leverage, and misses what lies at the end of its range by as much more:
+    e and e / (1 - h) in a linear fit, whose studentized residual e / sqrt(1 - h) is their geometric mean.
+    """
+    if len(seen) != len(unseen):
+        return unseen
+    return np.asarray(np.sign(unseen) * np.sqrt(np.abs(seen * unseen)))
 
 
 def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], own: bool, gathers: bool) -> Floats:
@@ -70,8 +88,8 @@ def left_out(device: HardwareProfile, base: Coefficient, samples: Sequence[Sampl
     errors = []
     for index, one in enumerate(samples):
         others = [s for i, s in enumerate(samples) if i != index]
-        there = predicted(device, _fit(device, base, others, own, gathers), [one], own, gathers)[0]
-        errors.append(np.log(max(one.seconds + one.paid, 1e-9) / (there + one.paid)))
+        there = predicted(device, _fit(device, base, others, own, gathers), [one], own, gathers)
+        errors.append(log_errors([one], there)[0])
     return np.array(errors)
 
 

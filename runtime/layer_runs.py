@@ -43,7 +43,7 @@ def layer(bench: Bench, method: str, shape: Shape, dtype: str, layers: int, step
 
     A lone layer takes a prompt of random rows, and every layer of the model gets a copy of it, as the last of `layers`.
     Then the model steps through the code that `measure` runs, with caches emptied where a real one has its head.
-    eager: after steps with compiled kernels, as many without; the points' `path` tells them apart.
+    eager: after steps with compiled kernels, as many without, for attention alone; `path` tells the points apart.
     """
     parsed, device = parse_method(method), bench.device
     model = carrier(shape.heads, shape.group, shape.head_dim, dtype, layers, device)
@@ -61,7 +61,8 @@ def layer(bench: Bench, method: str, shape: Shape, dtype: str, layers: int, step
             for turn, watch.eager in enumerate((False, True) if eager else (False,)):
                 laps = list(_laps(bench, model, cache, watch, parsed, steps))
                 middle = shape.rows + turn * (steps + 1) + (steps + 1) // 2
-                found += _points(said | {"rows": middle, "path": "fused" if watch.fused else "eager"}, laps)
+                points = _points(said | {"rows": middle, "path": "fused" if watch.fused else "eager"}, laps)
+                found += [p for p in points if not turn or p.what == "decode attention"]
                 if not watch.fused:
                     break
     said["path"] = dict(found[0].work)["path"]

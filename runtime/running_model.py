@@ -76,7 +76,7 @@ def run(
                 for step in range(max(new, steps) if last else 0):
                     if step == new:
                         held = _held(cache)
-                    watch.on = bool(step // 2 % 2)  # two and two: what happens at every other step is in both
+                    watch.on = step.bit_count() % 2 == 1  # what happens every 2, 3 or 4 steps is in both halves
                     at = prompt + step
                     took, lost, lines = one_pass(hf_model, cache, tokens[:, at : at + 1], watch)
                     laps.append((took, lost, lines if watch.on else None))

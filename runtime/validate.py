@@ -54,7 +54,7 @@ class Grid:
     methods: tuple[str, ...]
     prompts: tuple[int, ...]
     batches: tuple[int, ...]
-    steps: int = 12
+    steps: int = 16
     repeats: int = 1
     seed: int = 0
 
@@ -228,7 +228,7 @@ def _versions() -> dict[str, str]:
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to run.  [cpu]")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32", help="Of weights and full rows.  [fp32]")
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads of torch.  [as torch has them]")
-@click.option("--steps", type=click.IntRange(4, 1000), default=12, help="Decode steps a cell.  [12]")
+@click.option("--steps", type=click.IntRange(4, 1000), default=16, help="Decode steps a cell.  [16]")
 @click.option("--repeats", type=click.IntRange(1, 100), default=1, help="Prompts a cell.  [1]")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Save the record as JSON, cell by cell.")
 @click.option("--resume", is_flag=True, help="Keep the undisturbed cells of --out, measure the others.")

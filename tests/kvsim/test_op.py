@@ -51,6 +51,19 @@ def test_a_name_that_the_device_knows_goes_before_the_general_row():
     assert seconds(op, known[1], ANY) == pytest.approx([3e-6])
 
 
+def test_what_two_names_have_in_common_counts_once():
+    svd, int4, full = (row("elementwise", "*/part", f"{n} append", t0_s=t)
+                       for n, t in (("svd", 8e-6), ("int4", 6e-6), ("full", 5e-6)))
+    model = kvsim.ModelSpec.from_numbers(layers=1, n_heads=2, n_kv_heads=2, head_dim=64)
+    case = kvsim.Case(model, DEVICE, kvsim.parse_method("svd(rank=8) | int(bits=4)"), kvsim.Workload(1, 100, 0))
+    found = (op for op in phase_ops(case, "decode") if op.name == "compress and append" and op.kind == "elementwise")
+    op = replace(next(found), bytes=0.0, flops=0.0)
+    # 8 + 6 - 5 us; where one of the names is not known, nothing is counted twice
+    assert sum(seconds(op, svd, int4, full, ANY)) == pytest.approx(9e-6)
+    assert sum(seconds(op, svd, full, ANY)) == pytest.approx(8e-6)
+    assert all(share > 0 for key, share in op.keys if key != "full append")
+
+
 def test_work_that_only_an_own_runtime_does_costs_nothing_elsewhere():
     op = Op("x", "elementwise", keys=(("drop", 1.0),), copied=1e6, only_known=True)
     assert seconds(op, ANY) == []
@@ -190,6 +203,10 @@ def test_writing_a_format_nobody_measured_is_answered_by_another_one():
     assert seconds(replace(op, keys=(("tucker append", 1.0),)), *parts, base, any_) == pytest.approx([100e-6])
     (found,) = op_seconds(replace(DEVICE, own_coefficients=(parts[1], any_)), op)
     assert "rotated4 append by analogy with int4 append" in found.coefficients
+    # one of the same name, the nearest number of bits
+    kin = [row("elementwise", "*/part", f"rotated{bits} append", t0_s=bits * 1e-6) for bits in (2, 3)]
+    (found,) = op_seconds(replace(DEVICE, own_coefficients=(*kin, parts[1], any_)), op)
+    assert "rotated4 append by analogy with rotated3 append" in found.coefficients
 
 
 def test_an_op_of_one_family_stays_in_it():

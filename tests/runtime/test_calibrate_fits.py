@@ -9,7 +9,7 @@ import kvsim
 from kvsim.coefficients import Coefficient
 from kvsim.cost import kernel_time
 from kvsim.op import Op, kernel_work
-from runtime.coefficient_fit import Sample, fitted, left_out, predicted
+from runtime.coefficient_fit import Sample, fitted, left_out, predicted, studentized
 
 DEVICE = replace(kvsim.load_device("epyc-9654"), units=2, clock_hz=2e9, bandwidth_bytes_per_s=2e10,
                  peaks={"fp32": 2e11, "bf16": 2e11}, last_level_cache_bytes=0)
@@ -68,6 +68,14 @@ def test_errors_come_from_points_that_the_fit_has_not_seen():
     seen = np.abs(np.log([s.seconds for s in samples]) - np.log(predicted(DEVICE, c, samples, True, False)))
     assert np.mean(np.abs(left_out(DEVICE, BASE, samples, True, False))) > np.mean(seen)
     assert c.log_error[0] < 0.0 < c.log_error[2]
+
+
+def test_errors_are_neither_those_of_points_seen_nor_of_points_left_out():
+    # the mean of 0, 0, 3 leaves -1, -1, 2; without each the others' means miss it by -1.5, -1.5, 3; leverage is 1/3, and
+    # -1 / sqrt(1 - 1/3) = -1.2247
+    found = studentized(np.array([-1.0, -1.0, 2.0]), np.array([-1.5, -1.5, 3.0]))
+    assert found == pytest.approx([-1.2247, -1.2247, 2.4495], abs=1e-4)
+    assert studentized(np.array([0.1]), np.array([-0.5, 0.5])) == pytest.approx([-0.5, 0.5])  # too few to say
 
 
 def test_stores_that_are_walked_one_by_one_are_fitted_as_such():
