@@ -34,7 +34,8 @@ class Op:
     with a share each, negative for what others of them have in common. adds: the same, on top of the format's time
     (listed as `name family`). kernels: families that do it, the best first; none: the device's default. held: rows held
     for each row attended, all of which a kernel that cannot gather decodes. copied: bytes that move because rows leave.
-    pieces: stores that are walked one by one. only_known: no work elsewhere.
+    pieces: stores that are walked one by one. only_known: no work elsewhere. beside: a part that does this too: nothing
+    more where it is known, or no part is.
 
     joint: outputs of the one product in which servers compute this one and others of the same input (queries with keys
     and values, gate with up), as a multiple of its own; this op is charged its share.

@@ -71,8 +71,8 @@ def test_errors_come_from_points_that_the_fit_has_not_seen():
 
 
 def test_errors_are_neither_those_of_points_seen_nor_of_points_left_out():
-    # the mean of 0, 0, 3 leaves -1, -1, 2; without each the others' means miss it by -1.5, -1.5, 3; leverage is 1/3, and
-    # -1 / sqrt(1 - 1/3) = -1.2247
+    # the mean of 0, 0, 3 leaves -1, -1, 2; without each the others' means miss it by -1.5, -1.5, 3; leverage is 1/3,
+    # and -1 / sqrt(1 - 1/3) = -1.2247
     found = studentized(np.array([-1.0, -1.0, 2.0]), np.array([-1.5, -1.5, 3.0]))
     assert found == pytest.approx([-1.2247, -1.2247, 2.4495], abs=1e-4)
     assert studentized(np.array([0.1]), np.array([-0.5, 0.5])) == pytest.approx([-0.5, 0.5])  # too few to say
