@@ -14,7 +14,7 @@ from kvsim.errors import KvsimError
 from kvsim.latent import svd_flops
 from kvsim.layout import layer_keys, layer_layout
 from kvsim.method import parse_method
-from kvsim.method_work import SMALL, step_work
+from kvsim.method_work import SMALL, calls_op, step_work
 from kvsim.model import DTYPE_BITS, Attention, ModelSpec
 from kvsim.op import EAGER, Op, cold_bytes, op_seconds
 from kvsim.portions import LATER, Portions
@@ -27,6 +27,8 @@ from kvsim.work import LayerGroup, around_layers, attend_op, head, products
 if TYPE_CHECKING:
     from kvsim.hardware import HardwareProfile
 
+STORE_CALLS, JOIN_CALLS = 8, 21
+"""Torch calls to read a store of plain rows, and to join stores and attend (`PortionedLayer._step`, dispatched)."""
 READ_KERNELS = 3
 """Streaming kernels to read a head's rows back beside its products: zeros, the mean added, heads put side by side."""
 DECIDED_KERNELS = 26
@@ -131,6 +133,7 @@ def _portions(model: ModelSpec, portions: Portions, labels: Sequence[str], new: 
             if all(side.chain.is_full for side in layout.sides):
                 copied = 2.0 * sum(float(b.bytes) for side in layout.sides for b in side.buffers)
                 yield Op("attention", "elementwise", 2 * len(indices), bytes=copied / 2)
+                yield Op("attention", "elementwise", STORE_CALLS * len(indices))  # a loop's calls run warm
             else:
                 # read by the kernel that decodes whole rows: no fused one gives them to another attention
                 yield replace(attend_op(layout, 1, len(indices), "attention", bits), kernels=(EAGER,), adds=())
@@ -140,6 +143,7 @@ def _portions(model: ModelSpec, portions: Portions, labels: Sequence[str], new: 
         for n in dict.fromkeys(rows[i] for i in group.indices):
             count = sum(rows[i] == n for i in group.indices)
             yield from (_together(group, n, bits / 8, count), _attend_all(group, n, bits, count))
+            yield calls_op("rows put together", JOIN_CALLS, count)
 
 
 def _together(group: LayerGroup, rows: int, size: float, count: int) -> Op:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvsim.buffers import Eager, Phase
 from kvsim.errors import KvsimError
 from kvsim.parts import Budget, Buffer, Place, Rows, TokenPolicy, Work, budget_rows
 from kvsim.scores import SCORES, Score
@@ -110,6 +111,13 @@ class Scored(TokenPolicy):
         return self.ranking.step_work(rows.attended, heads, place, self.observed) + least_work(rows.attended, heads)
 
 
+    def eager(self, phase: Phase, rows: Count, place: Place) -> Eager:
+        """The score's calls and passes with the selection's calls; at a step what scores, chooses and drops."""
+        if phase == "prefill":
+            return self.ranking.prompt_eager(rows, place, self.observed, SELECT_CALLS)
+        return Eager(self.ranking.step_calls) if self.running else Eager()
+
+
 class AnyScore(Scored):
     """A policy that takes every score: what it needs is what the score needs."""
 
@@ -153,6 +161,10 @@ class Windowed(AnyScore):
 
 SELECT_PASSES = 4
 """Passes of a radix selection over 32-bit scores, eight bits at a time (Alabi et al., Fast k-selection, JEA 2012)."""
+
+
+SELECT_CALLS = 12
+"""Torch calls of one selection: rows secured, sorted, the first ones sorted again (counted in runtime/budgets.py)."""
 
 
 def selection_work(rows: Count, heads: int) -> Work:

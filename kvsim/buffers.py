@@ -102,6 +102,17 @@ class Work:
         return any(np.any(x) for x in (self.flops, self.read_bytes, self.write_bytes, self.products))
 
 
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Eager:
+    """What torch does beyond counted work where no kernel was written for it: calls, and work between them."""
+
+    calls: Any = 0.0
+    work: Work = Work()
+
+
 @dataclass(frozen=True)
 class Rows:
     """What a token policy keeps for one layer and KV head.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from kvsim.buffers import ALLOCATION_ROWS, Buffer, Place, Rows, Work, per_tokens
+from kvsim.buffers import ALLOCATION_ROWS, Buffer, Eager, Phase, Place, Rows, Work, per_tokens
 from kvsim.errors import KvsimError
 from kvsim.settings import Budget, Part, budget_rows, check_budget, setting, written
 from kvsim.workload import Count
@@ -320,6 +320,10 @@ class TokenPolicy(Part):
     def step_work(self, rows: Rows, place: Place) -> Work:
         """Work of one layer at each step, beyond reading the attended rows."""
         return Work()
+
+    def eager(self, phase: Phase, rows: Count, place: Place) -> Eager:
+        """What torch does besides: when a prompt of so many rows ends, or at a step that attends so many."""
+        return Eager()
 
 
 _ROLES: dict[str, type[Part]] = {"format": Format, "correction": Correction, "basis": Basis, "tokens": TokenPolicy}

@@ -77,7 +77,10 @@ def fill(gain: ArrayLike, cost: ArrayLike, budget: float) -> tuple[Flags, float]
     bound = float(gains[order[:whole]].sum())
     if whole < len(order):
         bound += float(gains[order[whole]] * max(0.0, left) / costs[order[whole]])
+    least = float(costs.min(initial=np.inf))
     for i in order[whole:]:
+        if left < least:
+            break
         if costs[i] <= left and gains[i] > 0:
             kept[i] = True
             left -= float(costs[i])

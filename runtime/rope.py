@@ -74,6 +74,14 @@ class Rotation:
         """The inverse; an embedding that scales (YaRN) is divided out."""
         return self._apply(x, positions, inverse=True)
 
+    def averaged(self, width: int, positions: Tensor) -> Tensor:
+        """R [B, 1, width, width] such that x @ R is x rotated, averaged over positions [B, n]; float32."""
+        unit = torch.eye(width, device=positions.device)[None, None]
+        cos, sin = (t.mean(2, keepdim=True) for t in self._tables(unit, positions))
+        part = unit[..., : cos.shape[-1]]
+        turned = part * cos + self.half(part) * sin
+        return torch.cat([turned, unit[..., cos.shape[-1] :].expand(len(positions), -1, -1, -1)], dim=-1)
+
     def _apply(self, x: Tensor, positions: Tensor, inverse: bool) -> Tensor:
         if positions.dim() == 3:
             batch, heads, rows = positions.shape

@@ -172,11 +172,8 @@ def prompt_positions(prompt: Prompt) -> Tensor:
 def mean_rotation(prompt: Prompt) -> Tensor:
     """R [B, 1, d, d] such that x @ R is x rotated, averaged over the positions behind the prompt."""
     assert prompt.rotation is not None
-    width = prompt.keys.shape[3]
     ahead = torch.arange(1, FUTURE_POSITIONS + 1, device=prompt.keys.device)
-    positions = prompt_positions(prompt)[:, -1:] + ahead
-    unit = torch.eye(width, device=prompt.keys.device)[None, :, None].expand(len(positions), width, len(ahead), width)
-    return prompt.rotation.rotate(unit, positions).float().mean(2)[:, None]
+    return prompt.rotation.averaged(prompt.keys.shape[3], prompt_positions(prompt)[:, -1:] + ahead)
 
 
 def from_gradients(prompt: Prompt, window: int, setting: Setting) -> Tensor:

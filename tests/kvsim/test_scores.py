@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvsim import parse_method
+from kvsim.buffers import Eager
 from kvsim.parts import Place, Work
 from kvsim.scores import SCORES
 
@@ -28,7 +29,7 @@ def test_every_score_ranks_a_prompt(name):
     assert parse_method(f"topk(score={name})").tokens.rows(1000, 0, PLACE).prompt == 250
     # costs rise with the prompt, but for a number drawn at random
     work = score.prompt_work(np.array([0, 10, 1000]), PLACE, 32)
-    assert np.all(np.diff(np.broadcast_to(work.flops, 3)) > 0) or name == "random"
+    assert np.all(np.diff(np.broadcast_to(work.arithmetic, 3)) > 0) or name == "random"
     if score.running:
         assert parse_method(f"topk(score={name},when=running)").tokens.rows(1000, 1, PLACE).stored == 251
 
@@ -58,8 +59,19 @@ def test_query_scores_by_hand():
     # one query: 4 * 100 pairs of 2 * 8 + 1; keys 3200, queries 4 * 8 * 2
     assert SCORES["query_key"].prompt_work(100, PLACE, 32) == Work(400, 3264, 800, 6400)
     assert SCORES["query_key"].prompt_work(0, PLACE, 32) == Work()
-    # 10 queries: 4000 pairs of two products and 13 operations, norms of the values; keys, values and queries read
-    assert SCORES["perturbation"].prompt_work(100, PLACE, 10) == Work(4000 * 13 + 3200, 6400 + 640, 800, 4000 * 32)
+    # 10 queries: 4000 pairs of two products, 13 operations and 3 for each of 8 differences; keys, values, queries read
+    assert SCORES["perturbation"].prompt_work(100, PLACE, 10) == Work(4000 * (13 + 24), 6400 + 640, 800, 4000 * 32)
+    # 32 hidden units, each a product of 8 with every row of 2 heads
+    assert SCORES["auxiliary"].prompt_work(100, PLACE, 1) == Work(0, 3200, 800, 2 * 8 * 32 * 200)
+
+
+def test_what_torch_does_besides_by_hand():
+    # 10 queries of 4 heads: 8 passes over 4000 pairs and 2 over 100 rows for each query head, 4 bytes a value
+    found = SCORES["window"].prompt_eager(100, PLACE, 10, 12)
+    assert found == Eager(25 + 12, Work(0, 4 * (8 * 4000 + 2 * 4 * 100 * 8)))
+    # weights of all queries once more: 40,000 pairs of a product of 8 and a softmax, four passes
+    found = SCORES["cumulative"].prompt_eager(100, PLACE, 1)
+    assert found == Eager(36, Work(5 * 40000, 16 * 40000, 0, 16 * 40000))
 
 
 def test_expected_by_hand():

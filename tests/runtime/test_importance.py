@@ -4,25 +4,31 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsim
 from kvsim.allocation import within
+from kvsim.budgets import SELECT_CALLS
 from kvsim.errors import KvsimError
 from kvsim.record import Case
 from kvsim.scores import SCORES
 from kvsim.tasks import TASKS
 from kvsim.workload import Workload
 from runtime import adapt, ranks
+from runtime.attention import observe
 from runtime.cache import CompressedCache, spec_of
 from runtime.calibration import calibrate
 from runtime.gradients import KINDS, gradient_scores
 from runtime.importance import methods, report
+from runtime.parts import Prompt
+from runtime.quality_forced import take_prompt
 from runtime.quality_reference import handed, reference
 from runtime.quality_run import Bench, Sizes
 from runtime.quality_subjects import Subject, Text, weights_hash
 from runtime.requests import Request, outcome
 from runtime.shipped import earlier, labelled, write
+from runtime.store import Store
 
 T, K = 70, 3
 DEVICE = kvsim.load_device("epyc-9654")
@@ -193,3 +199,52 @@ def test_the_ranks_table_on_a_tiny_model(bench):
     lost = {r["ranks"]: r["energy_lost"] for r in learned["rows"]}
     assert lost["water-filling"] <= min(lost.values())
     assert len({r["bytes"] for r in learned["rows"]}) == 1
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCORES.items() if "gradients" not in s.needs])
+def test_calls_are_those_that_torch_is_asked_for(bench, learned, name):
+    found = bench.reference.of(slice(0, 1))
+    with CompressedCache(f"topk(budget=0.4,score={name})", bench.subject.model, calibration=learned) as cache:
+        layer, seen = cache.layers[0], found.prompt[0]
+        layer.lazy_initialization(seen.k, seen.v)
+        policy = layer.twins.policy
+        prompt = Prompt(seen.k, seen.v, seen.rule.scaling, queries=seen.q, rotation=layer.twins.around.rotation,
+                        positions=found.prompt_positions)  # fmt: skip
+        with torch.no_grad(), Calls() as calls:
+            if policy.prompt_weights:
+                observe(prompt, seen.q, seen.rule)
+            policy.start(prompt, policy.select(prompt))
+    said = SCORES[name].calls + SELECT_CALLS
+    assert abs(calls.count - said) <= 3
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCORES.items() if s.running])
+def test_calls_of_a_step_are_those_that_torch_is_asked_for(bench, learned, monkeypatch, name):
+    found, ask, counts = bench.reference.of(slice(0, 1)), Store._ask, []
+
+    def counted(self, *args, **kwargs):
+        with Calls() as calls:
+            ask(self, *args, **kwargs)
+        counts.append(calls.count)
+
+    with CompressedCache(f"topk(budget=0.5,recent=4,score={name},when=running)", bench.subject.model,
+                         calibration=learned) as cache, torch.no_grad():  # fmt: skip
+        take_prompt(cache, found)
+        monkeypatch.setattr(Store, "_ask", counted)
+        for i in range(4):
+            bench.subject.model(found.scored[:, i : i + 1], **handed(bench.subject.model, cache))
+    said = SCORES[name].step_calls
+    # at every other token a row leaves, which takes most of them
+    assert abs(max(counts) - said) <= 3

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvsim.adaptive_steps import JOIN_CALLS, STORE_CALLS
 from kvsim.errors import KvsimError
 from kvsim.portions import parse_portions
 from kvsim.tasks import labels_for, portions_for, task
@@ -93,6 +95,31 @@ def test_what_is_kept_of_a_portion_changes_the_answer_there_alone(model, tokens)
             exact = piece.store.keys.plain
             labels = LABELS[int(piece.sequences[0])]
             assert exact == (piece.store.keys.rows != labels.count("b"))
+
+
+def test_calls_of_a_step_are_those_that_torch_is_asked_for(model, tokens):
+    found, counts = reference(model, torch.cat([tokens[:1], tokens[:1, :1]], dim=1), T), []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[-1] += 1
+            return func(*args, **(kwargs or {}))
+
+    for labels in (["a"] * T, LABELS[0]):
+        with PortionedCache("* = full", model, [labels]) as cache:
+            cache.take(found)
+            attend = cache.layers[1].attend
+
+            def counted(*args, attend=attend):
+                counts.append(0)
+                with Calls():
+                    return attend(*args)
+
+            cache.layers[1].attend = counted
+            with torch.no_grad():
+                model(tokens[:1, T : T + 1], **handed(model, cache))
+    # one portion and the later tokens, three and the later tokens
+    assert [counts[0], counts[1]] == pytest.approx([JOIN_CALLS + 2 * STORE_CALLS, JOIN_CALLS + 4 * STORE_CALLS], abs=3)
 
 
 def test_a_task_spends_its_bytes_and_no_more(model):

@@ -134,6 +134,10 @@ class Turned:
     def unrotate(self, x, positions):
         return self.rotate(x, positions, -1)
 
+    def averaged(self, width, positions):
+        unit = torch.eye(width)[None, :, None].expand(len(positions), width, positions.shape[1], width)
+        return self.rotate(unit, positions).mean(2)[:, None]
+
 
 def test_expected_is_the_mean_exponential_of_a_normal_query():
     """softmax(m.k s + k S k s^2 / 2) is E[exp(s q.k)] of q ~ N(m, S), normalised: sampled here."""

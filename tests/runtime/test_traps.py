@@ -136,6 +136,12 @@ def test_4_keys_compress_better_before_the_rotation(method):
     assert errors["pre"] < errors["post"] / 3
 
 
+def test_a_rotation_averaged_is_the_mean_of_rotations():
+    turn, at = Rotation(*_tiny_attention()), torch.tensor([[3, 40, 41, 1000], [0, 1, 2, 3]])
+    unit = torch.eye(32)[None, :, None].expand(2, 32, 4, 32)
+    torch.testing.assert_close(turn.averaged(32, at), turn.rotate(unit, at).mean(2)[:, None], rtol=1e-5, atol=1e-6)
+
+
 def _tiny_attention():
     from rows import tiny
 
