@@ -22,6 +22,7 @@ from kvsim.formats.int import Int
 from kvsim.formats.widths import Widths
 from kvsim.layout import layer_keys, layer_layout
 from kvsim.method import Method, parse_method
+from kvsim.parts import Place
 from runtime.attention import hidden
 from runtime.bounds import QUERIES, eviction_bound
 from runtime.cache import CompressedCache
@@ -138,10 +139,14 @@ def _losses(
     return {at: (np.stack(each, axis=-1), *facts[at]) for at, each in table.items()}
 
 
-def token_table(model: Any, found: Reference, uniform: float = 0.25, policy: str = "snapkv") -> Table:
-    """Budgets of a prompt policy for each layer; the loss is the relative squared error of attention outputs."""
+def token_table(model: Any, found: Reference, tokens: int, uniform: float = 0.25, policy: str = "snapkv") -> Table:
+    """Budgets of a prompt policy for each layer; the loss is the relative squared error of attention outputs.
+
+    The cost is in rows kept of a prompt of `tokens`.
+    """
     options = tuple(f"{policy}(budget={s})" for s in SHARES)
     table = np.zeros((len(found.prompt), len(options)))
+    kept_rows = [int(parse_method(text).tokens.rows(tokens, 0, Place("k", 1, 1, 1)).stored) for text in options]
     unseen = hidden(QUERIES, found.prompt_tokens, 0, torch.device("cpu"))
     for column, text in enumerate(options):
         with CompressedCache(text, model) as cache:
@@ -153,7 +158,7 @@ def token_table(model: Any, found: Reference, uniform: float = 0.25, policy: str
                     bound = eviction_bound(rows.q[:, :, -QUERIES:], rows.k, rows.v, kept, rows.rule.scaling, unseen)
                     size = _output_size(rows.q[:, :, -QUERIES:], rows, unseen)
                     table[index, column] = float((bound.actual / size).square().mean())
-    costs = np.tile(np.array([round(100 * s) for s in SHARES]), (len(table), 1))
+    costs = np.tile(np.array(kept_rows), (len(table), 1))
     return Table(options, table, costs, tuple((i, "") for i in range(len(table))), SHARES.index(uniform))
 
 
@@ -177,7 +182,7 @@ def report(subject: Subject, text: Text, sizes: Sizes, methods: Sequence[str] | 
         tables = {what: bits_table(subject.model, seen, by_kind[kind], bits, g) for g, what in GRAINS.items()}
         rows += _compared(bench, name, tables, rows)
     rows += _compared(bench, "ranks, gradient", {"allocated": rank_table(subject.model, seen, by_kind["gradient"], 48)})
-    rows += _compared(bench, "tokens, attention", {"allocated": token_table(subject.model, seen)})
+    rows += _compared(bench, "tokens, attention", {"allocated": token_table(subject.model, seen, sizes.prompt)})
     rows.append(_row(bench, "tokens, attention", "by head", parse_method("ada(budget=0.25)")))
     return {"model": subject.name, "model_hash": subject.hash, "text": text.name, "text_hash": text.hash, "rows": rows}
 

@@ -56,6 +56,7 @@ class Gap:
     """One side of one layer: squared error relative to the centred energy, the limit at the same bits, and the room.
 
     gap_db: 10 log10(error / limit). gap_bits: bits a value beyond those that the limit needs for the same error.
+    head_db: gap_db of each head by itself.
     """
 
     bits: float
@@ -63,6 +64,7 @@ class Gap:
     limit: float
     gap_db: float
     gap_bits: float
+    head_db: tuple[float, ...] = ()
 
 
 def spectra(x: Tensor) -> Tensor:
@@ -93,12 +95,16 @@ def bits_needed(variances: Tensor, error: float) -> float:
 
 def gap(x: Tensor, y: Tensor, bits: float) -> Gap:
     """Rows x [B, H, n, d] kept as y at `bits` a value; figures are means over sequences and heads."""
-    values, errors = spectra(x).flatten(0, 1), relative_error(x, y).flatten()
-    limits = [least_error(v.numpy(), bits) for v in values]
-    needed = [bits_needed(v, float(e)) for v, e in zip(values, errors, strict=True)]
-    error, limit = float(errors.mean()), sum(limits) / len(limits)
-    db = 10 * math.log10(error / limit) if error > 0 else -math.inf
-    return Gap(bits, error, limit, db, bits - sum(needed) / len(needed))
+    values, errors = spectra(x).flatten(0, 1), relative_error(x, y)
+    limits = torch.tensor([least_error(v.numpy(), bits) for v in values]).view(errors.shape)
+    needed = [bits_needed(v, float(e)) for v, e in zip(values, errors.flatten(), strict=True)]
+    error, limit = float(errors.mean()), float(limits.mean())
+    heads = tuple(_db(float(e), float(r)) for e, r in zip(errors.mean(0), limits.mean(0), strict=True))
+    return Gap(bits, error, limit, _db(error, limit), bits - sum(needed) / len(needed), heads)
+
+
+def _db(error: float, limit: float) -> float:
+    return 10 * math.log10(error / limit) if error > 0 else -math.inf
 
 
 def tail_energy(x: Tensor, rank: int) -> Tensor:
@@ -216,27 +222,32 @@ def measure(bench: Bench, found: Reference, method: Method) -> dict[str, Any]:
     tails: list[float] = []
     with CompressedCache(method, bench.subject.model, seed=bench.sizes.seed) as cache:
         take_prompt(cache, found)
-        unseen = hidden(QUERIES, found.prompt_tokens, 0, torch.device("cpu"))
         for layer, rows in zip(cache.layers, found.prompt, strict=True):
             q = rows.q[:, :, -QUERIES:]
             if method.tokens.drops != "none":
-                kept = _kept(layer.twins.policy, rows)
+                # a layer that sees a window drops by position alone
+                kept = None if layer.twins.policy is None else _kept(layer.twins.policy, rows)
                 if kept is not None:
+                    unseen = hidden(q.shape[2], rows.k.shape[2], 0, q.device)
                     bounds.append(eviction_bound(q, rows.k, rows.v, kept, rows.rule.scaling, unseen))
                 continue
             k, v = layer.pieces[0].store.read()
-            for side, (x, y) in {"k": (rows.k, k), "v": (rows.v, v)}.items():
+            held = k.shape[2]
+            q, before = q[:, :, -held:], (rows.k[:, :, -held:], rows.v[:, :, -held:])
+            unseen = hidden(q.shape[2], held, 0, q.device)
+            for side, x, y in zip("kv", before, (k, v), strict=True):
                 gaps[side].append(gap(x, y, _side_bits(method, side, bench)))
                 rank = getattr(getattr(method, side).basis, "rank", 0)
                 if rank and method.k.format.name == "full" and not method.k.basis.joins_heads:
                     squares = (x.double() - y.double()).square().sum((2, 3))
                     tails.append(float((squares / tail_energy(x, rank)).mean()))
-            bounds.append(attention_bound(q, (rows.k, rows.v), (k, v), rows.rule.scaling, unseen))
-    for side, held in gaps.items():
-        if held:
+            bounds.append(attention_bound(q, before, (k, v), rows.rule.scaling, unseen))
+    for side, each in gaps.items():
+        if each:
             names = ("bits", "error", "limit", "gap_db", "gap_bits")
-            out[side] = {n: sum(getattr(g, n) for g in held) / len(held) for n in names}
-            out[side]["worst_db"] = max(g.gap_db for g in held)
+            out[side] = {n: sum(getattr(g, n) for g in each) / len(each) for n in names}
+            out[side]["worst_db"] = max(g.gap_db for g in each)
+            out[side]["layer_head_db"] = [list(g.head_db) for g in each]
     if tails:
         out["error_over_eckart_young"] = sum(tails) / len(tails)
     if bounds:

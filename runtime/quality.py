@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,11 +123,17 @@ def _reports(
         module = import_module(f"runtime.{name}")
         found = module.report(subject, texts, sizes, named)
         if out is not None:
-            Path(out).write_text(json.dumps(tidy(found), allow_nan=False, indent=1) + "\n", "utf-8")
+            Path(out).write_text(kept_text(found), "utf-8")
         if as_json:
             print_json(found)
         else:
             click.echo("\n".join(module.lines(found)))
+
+
+def kept_text(found: dict[str, Any]) -> str:
+    """A report as a file keeps it: JSON whose lists of numbers take one line each."""
+    text = json.dumps(tidy(found), allow_nan=False, indent=1)
+    return re.sub(r"\[[\s\d.,e+-]+\]", lambda numbers: "[" + " ".join(numbers[0][1:-1].split()) + "]", text) + "\n"
 
 
 def tidy(found: Any) -> Any:

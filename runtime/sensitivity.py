@@ -92,7 +92,9 @@ def loss(weight: Tensor, x: Tensor, y: Tensor) -> float:
 
 
 def losses(weight: Tensor, x: Tensor, y: Tensor, group: int) -> Tensor:
-    """The same by head and group of `group` channels, [H, groups]."""
+    """The same by head and group of `group` channels, [H, groups]; of y's rows, the newest, where it holds fewer."""
+    if y.shape[2] < x.shape[2]:
+        x, weight = (t[:, :, -y.shape[2] :] if t.dim() == 4 and t.shape[2] > 1 else t for t in (x, weight))
     each = ((x.double() - y.double()).square() * weight.double()).sum((0, 2))
     return torch.stack([part.sum(-1) for part in each.split(group, -1)], dim=-1)
 

@@ -167,13 +167,36 @@ def test_figures_of_the_notes_are_those_of_the_rows(name):
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
+def allocations():
+    found = defaultdict(dict)
+    for r in measured_report("allocation")["rows"]:
+        found[r["by"]][r["what"]] = r
+    return found
+
+
 def test_allocations_beat_the_uniform_choice_on_text_held_out():
-    rows = {(r["by"], r["what"]): r for r in measured_report("allocation")["rows"]}
-    for by in ("bits, gradient", "bits, hessian", "ranks, gradient", "tokens, attention"):
-        one, own = rows[by, "uniform"], rows[by, "allocated"]
+    for by in ("bits, gradient", "bits, hessian", "3 bits, gradient", "ranks, gradient", "tokens, attention"):
+        one, own = allocations()[by]["uniform"], allocations()[by]["allocated"]
         assert own["kl"] < 0.8 * one["kl"]
-        assert own["bits"] <= one["bits"] * 1.01
+        assert own["bits"] <= one["bits"] * 1.003
         assert all(a < b for a, b in zip(own["segment_kl"], one["segment_kl"], strict=True))
+
+
+@pytest.mark.parametrize("by", ["bits, variance", "bits, attention", "bits, gradient", "bits, hessian",
+                                "3 bits, gradient"])  # fmt: skip
+def test_bits_by_head_and_group_beat_bits_by_layer_and_the_uniform_choice_at_equal_bytes(by):
+    rows = allocations()[by]
+    assert [rows[w]["groups"] for w in ("allocated", "by head", "by group")] == [60, 180, 360]
+    assert all(r["bytes"] == r["predicted_bytes"] <= rows["uniform"]["bytes"] for r in rows.values())
+    estimates = [rows[w]["estimated_loss"] for w in ("uniform", "allocated", "by head", "by group")]
+    assert estimates == sorted(estimates, reverse=True)
+    assert all(rows[w]["kl"] < rows["allocated"]["kl"] < 1.1 * rows["uniform"]["kl"] for w in ("by head", "by group"))
+    for what in ("by head", "by group"):
+        assert rows[what]["kl"] < 0.8 * rows["uniform"]["kl"]
+        if "gradient" in by or "hessian" in by:
+            assert all(a < b for a, b in zip(rows[what]["segment_kl"], rows["uniform"]["segment_kl"], strict=True))
+        assert "widths(bits=" in rows[what]["method"]
+        assert str(kvsim.parse_method(rows[what]["method"])) == rows[what]["method"]
 
 
 def test_other_libraries_are_met_at_equal_bytes_but_for_one_tie():

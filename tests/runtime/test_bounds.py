@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 from kvsim.distortion import least_error
 from kvsim.method import parse_method
 from runtime.attention import hidden
-from runtime.bounds import attention_bound, bits_needed, eviction_bound, gap, relative_error, spectra, tail_energy
+from runtime.bounds import (
+    attention_bound,
+    bits_needed,
+    eviction_bound,
+    gap,
+    measure,
+    relative_error,
+    spectra,
+    tail_energy,
+)
+from runtime.cache import spec_of
+from runtime.quality_reference import reference
+from runtime.quality_run import Sizes
 
 
 def drawn(seed, *shape):
@@ -46,6 +58,9 @@ def test_a_uniform_quantizer_on_white_gaussian_rows_keeps_its_distance():
     assert found.gap_db > 1.53
     assert found.gap_bits > 0.25
     assert found.error == pytest.approx(float(relative_error(x, y).mean()))
+    assert len(found.head_db) == 2
+    assert min(found.head_db) <= found.gap_db <= max(found.head_db)
+    assert found.head_db[1] == pytest.approx(gap(x[:, 1:], y[:, 1:], 6.5).gap_db)
 
 
 def test_spectra_are_variances():
@@ -95,3 +110,24 @@ def test_weights_move_by_the_bound_at_its_worst_case():
     found = attention_bound(q, (k, v), (-k, v), 1.0)
     assert float(found.actual) == pytest.approx(2 * math.tanh(r / 4), rel=1e-6)
     assert float(found.from_logits) == pytest.approx(2 * math.tanh(r / 4), rel=1e-6)
+
+
+def test_a_model_with_sliding_layers_is_measured_on_the_rows_that_they_hold():
+    from types import SimpleNamespace
+
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    tokens = torch.randint(0, 40, (2, 61), generator=torch.Generator().manual_seed(1))
+    bench = SimpleNamespace(subject=SimpleNamespace(model=model), sizes=Sizes(2, 50, 10), spec=spec_of(model))
+    found = reference(model, tokens, 50)
+    row = measure(bench, found, parse_method("int(bits=4,group=16)"))
+    assert [len(heads) for heads in row["k"]["layer_head_db"]] == [1, 1]
+    assert row["attention"]["broken"] == 0
+    assert row["attention"]["cases"] == 2 * (16 + 32) * 2  # queries of the window's rows, and the last 32; 2 heads
+    assert measure(bench, found, parse_method("snapkv(budget=0.5)"))["attention"]["cases"] == 2 * 32 * 2

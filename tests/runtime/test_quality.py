@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvsim.errors import KvsimError
 from kvsim.method import parse_method
 from runtime.cache import CompressedCache
+from runtime.quality import kept_text
 from runtime.quality_forced import Forced, static
 from runtime.quality_reference import handed, reference, watch
 from runtime.quality_run import Bench, Sizes, interval, learns, rounded, run
@@ -172,3 +173,10 @@ def test_calibrated_methods_never_see_what_is_scored(bench):
     assert not learns(parse_method("int4"))
     with pytest.raises(KvsimError, match="longer text"):
         text.segments(100, 50)
+
+
+def test_a_report_is_kept_with_its_digits_and_lists_on_one_line():
+    found = {"a": 1 / 3, "b": [1 / 3, 2e-9, 4], "c": [{"d": (0.25, -1.5)}], "e": ["x, y"]}
+    text = kept_text(found)
+    assert json.loads(text) == {"a": 0.3333, "b": [0.3333, 0.0, 4], "c": [{"d": [0.25, -1.5]}], "e": ["x, y"]}
+    assert '"b": [0.3333, 0.0, 4],' in text

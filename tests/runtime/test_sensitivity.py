@@ -137,7 +137,8 @@ def test_finer_grains_never_lose_more_by_their_own_measure(tokens):
 
 def test_token_budgets(model, tokens):
     found = reference(model, tokens, 70)
-    table = token_table(model, found)
+    table = token_table(model, found, 200)
+    assert table.budget == 2 * 50  # a quarter of 200 rows in two layers
     assert table.losses.shape[0] == 2
     assert table.losses[:, 0].sum() > table.losses[:, -1].sum()
     assert "snapkv" in str(table.method(table.chosen().choice))
