@@ -167,3 +167,48 @@ def test_modal_figures_are_those_measured():
         mine = [r for r in found if (r["kind"], r["family"]) == (kind, family)]
         near = [r for r in mine if abs(r["share"] * 100 - int(share)) < 1]
         assert any(f"{r['kl']:.3f}" == kl and f"{r['right']:.1%}" == f"{right}%" for r in near), (kind, family, share)
+
+
+EVIDENCE = ROOT / "kvsim/data/evidence"
+
+
+def rows_of(part, first):
+    """Cells of the table rows whose first cell matches."""
+    found = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines() if line[:2] == "| "]
+    return [row for row in found if re.match(first, row[0])]
+
+
+def test_allocations_are_those_measured():
+    found = json.loads((EVIDENCE / "allocation-smollm2-135m.json").read_text("utf-8"))["rows"]
+    rows = rows_of(part_of("3.3 Sensitivity and allocation"), r".*(bits|ranks|tokens), ")
+    assert len(rows) == 7
+    for by, bits, *kl in rows:
+        mine = {r["what"]: r for r in found if r["by"] == by}
+        assert bits == f"{mine['uniform']['bits']:.2f}"
+        for what, told in zip(("uniform", "allocated", "by head", "by group"), kl, strict=True):
+            assert told == (f"{mine[what]['kl']:.3f}" if what in mine else ""), (by, what)
+
+
+def test_bounds_are_those_measured():
+    found = json.loads((EVIDENCE / "bounds-smollm2-135m.json").read_text("utf-8"))["methods"]
+    rows = rows_of(part_of("7.6 Provable bounds"), "`")
+    assert len(rows) == len(found)
+    for (method, *told), row in zip(rows, found, strict=True):
+        assert kvsim.parse_method(method.strip("`").replace("\\|", "|")) == kvsim.parse_method(row["method"])
+        sides = [f"{row[s][n]:.{d}f}" if s in row else "" for s in "kv" for n, d in (("gap_db", 1), ("gap_bits", 2))]
+        tight = [f"{row['attention'][n]:.3g}" for n in ("bound_over_actual", "norm_bound_over_actual")]
+        assert told == [*sides, *tight]
+        assert row["attention"]["broken"] == 0
+    assert f"{sum(r['attention']['cases'] for r in found):,} cases" in part_of("7.6 Provable bounds")
+
+
+def test_retrieval_is_as_measured():
+    found = [json.loads(f.read_text("utf-8")) for f in sorted(EVIDENCE.glob("tasks-*.json"), reverse=True)]
+    assert found[0]["model"] == "smollm2-135m"
+    rows = rows_of(PAGE.split("### 6.2: retrieval")[1].split("\n## ")[0], "`")
+    assert len(rows) == len(found[0]["methods"])
+    for at, (method, *told) in enumerate(rows):
+        mine = [report["methods"][at] for report in found]
+        assert {row["method"] for row in mine} == {method.strip("`").replace("\\|", "|")}
+        shares = [f"{row[n]['share']:.0%}" for row in mine for n in ("needle", "key-value", "variables") if n in row]
+        assert told == shares
