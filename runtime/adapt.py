@@ -46,6 +46,9 @@ POOL = ("rotated(bits=6)", "rotated(bits=5)", "rotated(bits=4)", "rotated(bits=3
         "snapkv(budget=0.5) | rotated(bits=5)", "snapkv(budget=0.25) | rotated(bits=6)")
 """What the controller chooses from."""
 
+TIMED = 4
+"""Requests whose steps are timed: time follows from sizes, not from what is said."""
+
 
 @dataclass(frozen=True)
 class Adapted:
@@ -137,8 +140,11 @@ def step_times(subject: Subject, device: HardwareProfile, request: Request, meth
 
 
 def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, float], device: HardwareProfile,
-            done: Sequence[Mapping[str, Any]] = ()) -> Iterator[list[dict[str, Any]]]:
-    """Every fixed and every adapting method on every request: one row a method; rows that are done are given again."""
+            done: Sequence[Mapping[str, Any]] = (), timed: int = TIMED) -> Iterator[list[dict[str, Any]]]:
+    """Every fixed and every adapting method on every request: one row a method; rows that are done are given again.
+
+    timed: how many of the requests are also asked what a step takes.
+    """
     spec = spec_of(subject.model)
     for i, request in enumerate(requests):
         found = [dict(r) for r in done if r["request"] == i]
@@ -148,8 +154,11 @@ def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, f
         limits = {"rows": fixed_bytes(spec, FIXED_ROWS[0], request), "bits": fixed_bytes(spec, FIXED_BITS[0], request)}
         base = {"request": i, "kind": request.kind, "prompt": request.prompt, "depth": request.depth,
                 "entropy": round(request.entropy, 4)}
-        by_method = {m: told(outcome(subject, request, parse_method(m))) | step_times(subject, device, request, m)
-                     for m in {*FIXED_ROWS, *FIXED_BITS, *POOL}}
+        by_method = {
+            m: told(outcome(subject, request, parse_method(m)))
+            | (step_times(subject, device, request, m) if i < timed else {})
+            for m in {*FIXED_ROWS, *FIXED_BITS, *POOL}
+        }
         for level, fixed in (("rows", FIXED_ROWS), ("bits", FIXED_BITS), ("pool", POOL)):
             for method in fixed:
                 row = by_method[method]
@@ -163,7 +172,7 @@ def compare(subject: Subject, requests: Sequence[Request], weigh: Mapping[str, f
                 raise KvsimError(f"adapt: {own.name} holds {ran.held} bytes, predicted {predicted} of {limits[level]}")
             found.append(base | {"level": level, "way": "adapted", "method": own.name, "limit": limits[level],
                                  "portions": str(own.portions)} | told(ran)
-                         | step_times(subject, device, request, own.portions, own.labels))
+                         | (step_times(subject, device, request, own.portions, own.labels) if i < timed else {}))
         yield found
 
 
