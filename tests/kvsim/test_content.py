@@ -152,13 +152,25 @@ def test_shipped_results_say_where_they_come_from_and_print(name):
 PAGE = (Path(__file__).parents[2] / "runtime/survey.md").read_text("utf-8")
 
 
+def milliseconds(*cells):
+    return [float(c.replace(",", "")) for c in cells]
+
+
 def test_the_pages_importance_is_what_was_measured():
     part = PAGE.split("## 4.2 Importance")[1].split("\n## ")[0]
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in part.splitlines() if re.match(r"\| \w+ \|", line)]
-    rows = [(c[0], c[2], c[6], c[8]) for c in cells if c[0] != "score"]
+    rows = [(c[0], c[2], c[6], c[8], c[4], c[5], c[9:]) for c in cells if c[0] != "score"]
     known = {(r["score"], r["when"]): r for r in shipped("importance")["rows"]}
     assert {r[0] for r in rows} == {name for name, when in known if when == "prompt"}
-    for name, own, kl, running in rows:
+    for name, own, kl, running, said, took, step in rows:
+        r = known[name, "prompt"]
+        assert milliseconds(said, took.split(" + ")[0]) == pytest.approx(
+            [1e3 * r["predicted_seconds"], 1e3 * r["measured_seconds"]], rel=0.06
+        )
+        if running:
+            r = known[name, "running"]
+            told = [1e3 * r["step_predicted_seconds"], 1e3 * r["step_measured_seconds"]]
+            assert milliseconds(*step) == pytest.approx(told, rel=0.06)
         assert int(own.replace(",", "")) == known[name, "prompt"]["own_bytes"]
         assert float(kl) == pytest.approx(known[name, "prompt"]["kl"], rel=0.05)
         assert (running != "") == ((name, "running") in known)
