@@ -31,8 +31,9 @@ STORE_CALLS, JOIN_CALLS = 8, 21
 """Torch calls to read a store of plain rows, and to join stores and attend (`PortionedLayer._step`, dispatched)."""
 READ_KERNELS = 3
 """Streaming kernels to read a head's rows back beside its products: zeros, the mean added, heads put side by side."""
-DECIDED_KERNELS = 26
-"""Streaming kernels of a head's proposal, what it keeps and what it writes (`_proposal`, `keep` and `extend`)."""
+DECIDED_CALLS, PROPOSED_CALLS, DECIDED_PASSES = 42, 8, 12
+"""Torch calls for a head at a decision besides products, and where it proposes (`_proposal`, `_chosen`, `keep`,
+`extend`, dispatched); passes over its tail."""
 
 
 def portioned_step(model: ModelSpec, portions: Portions, labels: Sequence[str], new: int, hardware: HardwareProfile,
@@ -72,8 +73,9 @@ def decision(model: ModelSpec, states: Sequence[HeadState], hardware: HardwarePr
              kv_dtype: str = "") -> Timing:
     """Time to decide the ranks of one sequence's heads once, their tails taken in: what `every` rows come to together.
 
-    A head: the tail's coefficients and what they leave (four products; proposes: its SVD, two more), the coefficients
-    written again with the new ones; then one choice among all directions.
+    A head: the tail's coefficients, what they leave, and the coefficients once it is known what stays (three products;
+    proposes: the SVD of what they leave, two to keep its directions apart, one to write them); then one choice among
+    all directions.
     """
     _check(model, "dynamic ranks")
     size, dtype = DTYPE_BITS[kv_dtype or model.dtype] / 8, weight_format(default_weights(model)).matmul
@@ -183,13 +185,14 @@ def _decided(states: Sequence[HeadState], size: float, dtype: str, proposes: boo
     tail, width = states[0].tail, states[0].width
     rank = max(1, round(sum(s.rank for s in states) / heads))
     there = [(rank, width), (width, rank)]
-    for k, n in [*there, *(there if proposes else ()), (width, rank)]:
+    for k, n in [*there, (width, rank), *([*there, (width, rank)] if proposes else ())]:
         yield Op(name, "matmul", heads, m=tail, n=n, k=k, dtype=dtype)
     if proposes:
         small, blocked = svd_flops(tail, width)
         yield Op(name, "elementwise", heads, bytes=2.0 * tail * width * size, flops=small)
         yield Op(name, "prefill", heads, flops=blocked)
-    yield Op(name, "elementwise", DECIDED_KERNELS * heads, bytes=2.0 * tail * width * size)
+    calls = DECIDED_CALLS + (PROPOSED_CALLS if proposes else 0)
+    yield Op(name, "elementwise", calls * heads, bytes=2.0 * DECIDED_PASSES / calls * tail * width * size)
     # coefficients move: those that stay are copied behind each other with the tail's
     moved = sum(2.0 * (s.rows - b) * size for s in states for b in s.births)
     births = max(1, sum(_births(states).values()))

@@ -78,10 +78,10 @@ def test_ranks_cost_what_their_products_cost():
 
 def test_proposals_are_most_of_a_decision_and_only_of_those_that_propose():
     fixed, moves = (decision(MODEL, states((0,) * 8), DEVICE, proposes) for proposes in (False, True))
-    # products of the 8 tail rows in each of 8 heads: 3 (5 where directions are proposed) of 8 x 8 x 32
+    # products of the 8 tail rows in each of 8 heads: 3 (6 where directions are proposed) of 8 x 8 x 32
     assert line(fixed, "ranks decided").flops == 8 * 3 * 2 * 8 * 8 * 32
     # an SVD of 8 x 32: 4 * 32 * 8^2 + 8 * 8^3, and one look at 8 + 8 directions a head
-    assert line(moves, "ranks decided").flops == 8 * (5 * 2 * 8 * 8 * 32 + 4 * 32 * 64 + 8 * 512) + 8 * 16
+    assert line(moves, "ranks decided").flops == 8 * (6 * 2 * 8 * 8 * 32 + 4 * 32 * 64 + 8 * 512) + 8 * 16
     assert moves.seconds > fixed.seconds
 
 

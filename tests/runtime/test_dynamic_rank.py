@@ -1,16 +1,20 @@
 """Dynamic ranks on a tiny model: bytes exact and within the share, decisions that follow the rows, learned ranks."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvsim.adaptive_steps import DECIDED_CALLS, PROPOSED_CALLS
 from kvsim.errors import KvsimError
 from kvsim.ranks import cache_bytes, level, limit_bytes, lost, rounded_ranks
 from runtime.cache import spec_of
 from runtime.dynamic_rank import DynamicRankCache
-from runtime.quality_reference import handed
+from runtime.quality_reference import handed, reference
 from runtime.rank_learning import Learned, RankNetwork, budget_shift, relaxed_loss, train
 
 T, M, WIDTH = 80, 24, 32
@@ -65,6 +69,32 @@ def test_everything_kept_is_the_uncompressed_model(model, tokens):
     full = torch.full((2, 2, 2), WIDTH)
     with DynamicRankCache(model, 1.0, mode="static", every=5, ranks=full) as cache:
         torch.testing.assert_close(generated(model, cache, tokens), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("mode", "said"), [("static", DECIDED_CALLS), ("dynamic", DECIDED_CALLS + PROPOSED_CALLS)])
+def test_calls_of_a_decision_are_those_that_torch_is_asked_for(model, tokens, mode, said):
+    found, calls = reference(model, tokens[:1], T), Counter()
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls["product" if "mm" in str(func) else "other"] += 1
+            return func(*args, **(kwargs or {}))
+
+    with DynamicRankCache(model, 0.5, mode=mode, every=8, horizon=M) as cache:
+        cache.take(found)
+        decide = cache._decide_for
+
+        def counted(*args):
+            with Calls():
+                decide(*args)
+
+        cache._decide_for = counted
+        with torch.no_grad():
+            model(found.scored[:, :8], **handed(model, cache))
+    heads = len(cache.states())
+    # three products, and three more where directions are proposed and some of them stay
+    assert calls["product"] / heads == pytest.approx(6 if mode == "dynamic" else 5, abs=1)
+    assert calls["other"] / heads == pytest.approx(said, rel=0.15)
 
 
 def rows(spread, count, seed):
