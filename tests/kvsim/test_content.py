@@ -14,7 +14,7 @@ from kvsim.controller import Candidate, Controller, Seen, Signals, fitted
 from kvsim.errors import KvsimError
 from kvsim.model import ModelSpec
 from kvsim.portions import Portions, parse_portions, shared_out
-from kvsim.survey_results import TABLES, adapted, lines, shipped
+from kvsim.survey_results import TABLES, adapted, decision_lines, lines, shipped, step_table
 from kvsim.tasks import TASKS, labels_for, portions_for, task
 
 MODEL = ModelSpec.from_numbers(layers=2, n_heads=4, n_kv_heads=2, head_dim=8)
@@ -150,6 +150,26 @@ def test_shipped_results_say_where_they_come_from_and_print(name):
 
 
 PAGE = (Path(__file__).parents[2] / "runtime/survey.md").read_text("utf-8")
+
+
+def timed(way, measured):
+    step = {"step_predicted_seconds": 0.08, "step_low": 0.05, "step_high": 0.1, "step_measured_seconds": measured}
+    cache = {"cache_predicted_seconds": 0.02, "cache_low": 0.01, "cache_high": 0.03, "cache_measured_seconds": 0.04}
+    return {"way": way} | step | cache
+
+
+def test_steps_stand_in_a_table_where_they_were_timed():
+    assert step_table([{"way": "x", "kl": 0.1}], ("way",)) == []
+    told = step_table([timed("x", 0.07), timed("x", 0.09), timed("y", 0.2), {"way": "x"}], ("way",))
+    # the mean of 70 and 90 ms; one of three steps is outside, and every cache's part of 40 ms above 30
+    assert [line.split() for line in told[2:4]] == [
+        ["x", "80", "50-100", "80", "20", "10-30", "40"], ["y", "80", "50-100", "200", "20", "10-30", "40"]
+    ]  # fmt: skip
+    assert told[4] == "measured inside the 90% interval: 2 of 3 steps, 0 of 3 of the cache's parts"
+    row = timed("x", 0.07) | {"text": "t", "share": 0.5, "decision_predicted_seconds": 0.04, "decision_low": 0.03,
+                              "decision_high": 0.06, "decision_measured_seconds": 0.05}  # fmt: skip
+    assert decision_lines([row, timed("y", 0.1)])[2].split() == ["t", "0.5", "x", "40", "30-60", "50"]
+    assert decision_lines([timed("y", 0.1)]) == []
 
 
 def milliseconds(*cells):
