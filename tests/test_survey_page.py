@@ -199,6 +199,7 @@ def test_bounds_are_those_measured():
         tight = [f"{row['attention'][n]:.3g}" for n in ("bound_over_actual", "norm_bound_over_actual")]
         assert told == [*sides, *tight]
         assert row["attention"]["broken"] == 0
+        assert all([len(heads) for heads in row[s]["layer_head_db"]] == [3] * 30 for s in "kv" if s in row)
     assert f"{sum(r['attention']['cases'] for r in found):,} cases" in part_of("7.6 Provable bounds")
 
 
