@@ -12,21 +12,43 @@ from torch import Tensor
 class Paged:
     """Rows [B, H, n, w] held in chunks; capacity is always n rounded up to `unit` rows (0: exactly n).
 
-    Appending fills free rows and then adds a chunk; rows that are there are never moved by it.
+    Appending fills free rows and then adds a chunk; rows that are there are never moved by it. `version` counts how
+    often chunks came or went: who has described those of a version need not look at them again.
     """
 
     def __init__(self, like: Tensor, unit: int) -> None:
         batch, heads, _, width = like.shape
         self.unit = unit
         self.rows = 0
-        self.chunks: list[Tensor] = []
+        self.version = 0
+        self.chunks = ()
         self._empty = like.new_empty((batch, heads, 0, width))
+
+    @property
+    def chunks(self) -> tuple[Tensor, ...]:
+        """Storages of the rows, in order."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: tuple[Tensor, ...]) -> None:
+        self._chunks = chunks
+        self.version += 1
+
+    @property
+    def lying(self) -> tuple[Tensor, ...]:
+        """Tensors [B, H, rows or more, w] in which the rows lie."""
+        return self.chunks
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Sequences, heads, live rows and width."""
         batch, heads, _, width = self._empty.shape
         return batch, heads, self.rows, width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self._empty.dtype
 
     @property
     def capacity(self) -> int:
@@ -57,13 +79,17 @@ class Paged:
         fits = min(free, new)
         if fits:
             last = self.chunks[-1]
-            at = last.shape[2] - free
-            last[:, :, at : at + fits] = x[:, :, :fits]
+            last.narrow(2, last.shape[2] - free, fits).copy_(x if fits == new else x[:, :, :fits])
         if new > fits:
             chunk = self._chunk(new - fits)
-            chunk[:, :, : new - fits] = x[:, :, fits:]
-            self.chunks.append(chunk)
+            chunk.narrow(2, 0, new - fits).copy_(x[:, :, fits:] if fits else x)
+            self.chunks = (*self.chunks, chunk)
         self.rows += new
+
+    def provide(self, rows: int) -> None:
+        """Another chunk, for up to so many rows to come, where there is no room for one."""
+        if self.rows == self.capacity:
+            self.chunks = (*self.chunks, self._chunk(rows))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start..stop: a view where they lie in one chunk, a copy otherwise."""
@@ -99,13 +125,13 @@ class Paged:
     def _hold(self, pieces: Iterable[Tensor], rows: int) -> None:
         """Exactly these rows, copied once into one chunk."""
         if not rows:
-            self.chunks, self.rows = [], 0
+            self.chunks, self.rows = (), 0
             return
         chunk, at = self._chunk(rows), 0
         for piece in pieces:
             chunk[:, :, at : at + piece.shape[2]] = piece
             at += piece.shape[2]
-        self.chunks, self.rows = [chunk], rows
+        self.chunks, self.rows = (chunk,), rows
 
     def keep(self, index: Tensor) -> None:
         """Keep rows index [B, H or more, m] of each head, in that order."""
@@ -128,15 +154,18 @@ class Paged:
         self.rows = rows
         spare = self.capacity - self._room(rows)
         while spare:
-            last = self.chunks.pop()
+            *held, last = self.chunks
             if last.shape[2] > spare:
-                self.chunks.append(last[:, :, : last.shape[2] - spare].clone(memory_format=torch.contiguous_format))
+                held.append(last[:, :, : last.shape[2] - spare].clone(memory_format=torch.contiguous_format))
+            self.chunks = tuple(held)
             spare -= min(spare, last.shape[2])
 
     def drop_front(self, rows: int) -> None:
         """Drop rows from the front."""
-        if rows:
-            self.keep_runs([(rows, self.rows)] if rows < self.rows else [])
+        if rows >= self.rows:
+            self._hold((), 0)
+        elif rows:
+            self.keep_runs([(rows, self.rows)])
 
     def put(self, at: Tensor, x: Tensor) -> None:
         """Write x[b, h, i] into row at[b, h, i] where that is one of the rows."""
@@ -152,12 +181,61 @@ class Paged:
     def picked(self, index: Tensor) -> Paged:
         """The same rows of the sequences index [m], in storages of their own."""
         found = copy(self)
-        found.chunks = [c.index_select(0, index.to(c.device)) for c in self.chunks]
+        found.chunks = tuple(c.index_select(0, index.to(c.device)) for c in self.chunks)
         _, heads, _, width = self._empty.shape
         found._empty = self._empty.new_empty((len(index), heads, 0, width))
         return found
 
     def to(self, device: torch.device) -> None:
         """Move every chunk."""
-        self.chunks = [c.to(device) for c in self.chunks]
+        self.chunks = tuple(c.to(device) for c in self.chunks)
         self._empty = self._empty.to(device)
+
+
+class Tail(Paged):
+    """Rows of which most leave as soon as they came: a row alone stays where it was made, and is not copied.
+
+    It is as soon as anybody asks for `chunks`, so that bytes and rows are those of Paged whenever they are looked at.
+    """
+
+    def __init__(self, like: Tensor, unit: int) -> None:
+        self.lent: Tensor | None = None
+        super().__init__(like, unit)
+
+    @property
+    def chunks(self) -> tuple[Tensor, ...]:
+        """Storages of the rows, in order."""
+        if self.lent is not None:
+            (x, self.lent), (rows, self.rows) = (self.lent, None), (self.rows, 0)
+            super().append(x)
+            self.rows = rows
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: tuple[Tensor, ...]) -> None:
+        self._chunks, self.lent = chunks, None
+        self.version += 1
+
+    @property
+    def lying(self) -> tuple[Tensor, ...]:
+        """The chunks, or the row that is lent."""
+        return self._chunks if self.lent is None else (self.lent,)
+
+    def append(self, x: Tensor) -> None:
+        """Add rows x [B, H, n, w] behind those that are there; x must not be written to from now on."""
+        if self.rows or x.shape[2] != 1 or x.dtype != self.dtype or x.device != self._empty.device or not _even(x):
+            super().append(x)
+        else:
+            self.lent, self.rows = x, 1
+
+    def views(self, start: int, stop: int) -> Iterable[Tensor]:
+        """Rows start..stop as views."""
+        if self.lent is None:
+            return super().views(start, stop)
+        return [self.lent] if start <= 0 < min(stop, self.rows) else []
+
+
+def _even(x: Tensor) -> bool:
+    """Whether the one row of each sequence and head is as far from the next, as it is in a chunk."""
+    batch, head, _, value = x.stride()
+    return value == 1 and (x.shape[0] == 1 or batch == head * x.shape[1])

@@ -125,8 +125,8 @@ class CompressedCache(Cache):
         return self.__deepcopy__({})
 
     def __del__(self) -> None:
-        # while Python ends, transformers' modules may be gone already
-        if getattr(self, "_open", False) and not sys.is_finalizing():
+        # while Python ends, modules may be gone already, `sys` among them
+        if getattr(self, "_open", False) and sys is not None and not sys.is_finalizing():
             self.close()
 
     def set_scores(self, scores: list[Tensor]) -> None:

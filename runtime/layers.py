@@ -17,6 +17,7 @@ from kvsim.ragged import LayerRows
 from runtime.attention import Rule, attend
 from runtime.prompt import Incoming, Piece
 from runtime.sharing import Geometry, LayerTwins, Surroundings
+from runtime.store import Store
 
 HANDLE = "_kvsim_layer"
 """Attribute by which the tensors that `update` returns lead attention back to their layer."""
@@ -233,23 +234,31 @@ class CompressedLayer(CacheLayerMixin):
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rule: Rule) -> Tensor:
         """Append, attend, let the policy drop, encode."""
-        out, group, waits = q.new_empty((*q.shape[:3], v.shape[3])), self.geometry.group, 0
-        for piece in self.pieces:
-            # one store of all sequences is the common case: views, not copies
-            rows: Any = slice(None) if len(piece.sequences) == self.batch_size else piece.sequences
-            queries = slice(piece.heads.start * group, piece.heads.stop * group)
-            store, mine, keys, values = piece.store, q[rows, queries], k[rows, piece.heads], v[rows, piece.heads]
-            store.append(keys, values, positions[rows])
-            if self.method.protocol == "on_write":
-                store.settle()
-            own = replace(rule, sinks=None if rule.sinks is None else rule.sinks[queries])
-            out[rows, queries], step = attend(store, mine, own)
-            step.keys, step.values = keys, values
-            store.after_step(step, wait=self.record_past)
-            waits = max(waits, sum(s.new for s in store.waiting))
-        if waits > MOST_WAITING:
+        group = self.geometry.group
+        if len(self.pieces) == 1 and self.pieces[0].covers(self.batch_size, self.geometry.n_kv_heads):
+            out = self._stepped(self.pieces[0].store, q, k, v, positions, rule)
+        else:
+            out = q.new_empty((*q.shape[:3], v.shape[3]))
+            for piece in self.pieces:
+                whole = len(piece.sequences) == self.batch_size
+                rows: Any = slice(None) if whole else piece.sequences  # views, not copies
+                queries = slice(piece.heads.start * group, piece.heads.stop * group)
+                own = replace(rule, sinks=None if rule.sinks is None else rule.sinks[queries])
+                mine, keys, values = q[rows, queries], k[rows, piece.heads], v[rows, piece.heads]
+                out[rows, queries] = self._stepped(piece.store, mine, keys, values, positions[rows], own)
+        if self.record_past and max(sum(s.new for s in p.store.waiting) for p in self.pieces) > MOST_WAITING:
             self.crop(0)
             self.record_past = False
+        return out
+
+    def _stepped(self, store: Store, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rule: Rule) -> Tensor:
+        """The same for one store's rows."""
+        store.append(k, v, positions)
+        if self.method.protocol == "on_write":
+            store.settle()
+        out, step = attend(store, q, rule)
+        step.keys, step.values = k, v
+        store.after_step(step, wait=self.record_past)
         return out
 
     # -- accounting ----------------------------------------------------------------------------------------------

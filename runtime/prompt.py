@@ -23,6 +23,10 @@ class Piece:
     heads: slice
     store: Store
 
+    def covers(self, batch: int, heads: int) -> bool:
+        """Whether it is all of the layer."""
+        return len(self.sequences) == batch and self.heads.stop - self.heads.start == heads
+
     def picked(self, index: Tensor) -> Piece | None:
         """What is left of it when the batch becomes the sequences `index`."""
         where = (index[:, None] == self.sequences[None]).nonzero()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kvsim.errors import KvsimError
 from kvsim.parts import ALLOCATION_ROWS, Buffer, per_tokens
-from runtime.buffers import Paged
-from runtime.kernels.append import append
+from runtime.buffers import Paged, Tail
+from runtime.kernels.append import Writer, append
+from runtime.kernels.describe import Reading
 from runtime.kernels.pages import pages
 from runtime.latent import rebuild
 from runtime.parts import Tensors
@@ -30,7 +31,7 @@ class Side:
     """Rows of one side, oldest first: encoded rows, then the tail; before a basis has rows enough, full rows alone.
 
     `appended` counts all rows ever written. `runs` says which of them are held where position decides what leaves;
-    None where nothing left by position.
+    None where nothing left by position. `reading`, `writer`: what the kernels know of the buffers, kept by them.
     """
 
     def __init__(self, twins: SideTwins) -> None:
@@ -61,6 +62,8 @@ class Side:
         self.blocks: list[int] = []
         self.maps_held: Paged | None = None
         self.runs: Runs | None = None
+        self.reading: Reading | None = None
+        self.writer: Writer | None = None
         self.ready = self.basis is None or not self.chain.basis.minimum_rows
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -79,7 +82,7 @@ class Side:
             return
         if self.basis is not None:
             x = self.project(x) if share is None else self.project(x) + share
-        self.tail = self.tail or Paged(x, ALLOCATION_ROWS)
+        self.tail = self.tail or (Paged if self.plain else Tail)(x, ALLOCATION_ROWS)
         self.tail.append(x)
 
     def settle(self) -> None:
@@ -92,7 +95,7 @@ class Side:
         if not self.ready and self.full is not None and self.full.rows >= self.chain.basis.minimum_rows:
             rows = self.project(self.full.read())
             self.full, self.ready = None, True
-            self.tail = Paged(rows, ALLOCATION_ROWS)
+            self.tail = (Paged if self.plain else Tail)(rows, ALLOCATION_ROWS)
             self.tail.append(rows)
         if not self.plain and self.tail is not None:
             self._flush()
@@ -137,11 +140,10 @@ class Side:
         The prompt's rows are one block, later blocks have the format's size; all are one where blocks leave no mark.
         """
         assert self.tail is not None
-        if self.runs is None:
-            due = max(0, self.tail.rows - (self.appended - quantized))
-            ends = [self.coded + due]
-        else:
-            ends = [quantized]
+        due = max(0, self.tail.rows - (self.appended - quantized))
+        if self.runs is None and not self.by_block:
+            return [due] if due else []
+        ends = [self.coded + due if self.runs is None else quantized]
         if self.by_block and ends[0] > self.coded:
             first = int(self.chain.format.quantized(self.prompt_rows or 0))
             starts = range(max(first, self.coded), ends[0], self.step)
@@ -297,6 +299,7 @@ class Side:
     def picked(self, index: Tensor) -> Side:
         """The same rows of the sequences index [m], in storages of their own."""
         found = copy(self)
+        found.reading = found.writer = None
         found.encoded = {k: v.picked(index) for k, v in self.encoded.items()}
         found.full, found.tail, found.maps_held = (
             None if p is None else p.picked(index) for p in (self.full, self.tail, self.maps_held)

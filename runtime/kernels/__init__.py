@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from runtime.kernels.describe import CProblem, breaks_alike, described
+from runtime.kernels.describe import CProblem, reading
 from runtime.kernels.load import Library, library
 from runtime.kernels.pages import planned
 from runtime.kernels.plans import TYPES, Plan
@@ -28,29 +28,32 @@ ALONE = 16_384
 """Rows times query heads that one thread attends before another has woken up."""
 PLAIN = 256
 """Rows of fp32 below which torch's own attention is as fast."""
+Plans = tuple[Plan, Plan]
+"""The keys' and the values'."""
 
 
 def path(store: Store) -> str:
     """Which way a step takes: "fused cpu int4 | int4", or "eager: why"."""
-    why = _why_not(store) or rows_apart(store)
+    found = _plans(store)
+    why = found if isinstance(found, str) else rows_apart(store)
     if why:
         return f"eager: {why}"
-    by = "triton" if _plans(store)[0].triton else "cpu"
+    by = "triton" if found[0].triton else "cpu"  # type: ignore[union-attr]
     return f"fused {by} " + " | ".join(side.chain.format.kernel_format for side in store.sides.values())
 
 
 def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
     """Output [B, Hq, 1, dv] of one step's queries [B, Hq, 1, dk] over all rows held; None where no kernel applies."""
-    if q.shape[2] != 1 or q.dtype not in TYPES or _why_not(store):
+    if q.shape[2] != 1 or q.dtype not in TYPES or isinstance(plans := _plans(store), str):
         return None
     keys, values = store.keys, store.values
-    attended = _by_triton if _plans(store)[0].triton else _by_cpu
+    attended = _by_triton if plans[0].triton else _by_cpu
     # keys that are rotated after they are decoded are rebuilt tile by tile, offset and all
     maps, offset = (None, None) if store.method.k.before_rope else keys.maps()
     back, shift = values.maps()
     if (offset is not None or shift is not None) and not rule.plain:
         return None  # a shift of all logits alike, or of all rows, matters to a cap and to a sink
-    out = attended(store, q, q if maps is None else _into(q, maps), rule)
+    out = attended(store, q, q if maps is None else _into(q, maps), rule, plans)
     if back is None or out is None:
         return out
     full = _out_of(out, back)
@@ -59,7 +62,7 @@ def decode(store: Store, q: Tensor, rule: Rule) -> Tensor | None:
 
 def _small(store: Store, q: Tensor, rule: Rule) -> bool:
     """Whether torch's own attention takes the rows as they are, and as fast."""
-    plain = all(side.plain and side.basis is None for side in store.sides.values())
+    plain = store.policy is None and all(side.plain and side.basis is None for side in store.sides.values())
     return plain and rule.plain and q.dtype == torch.float32 and store.keys.rows < PLAIN
 
 
@@ -79,16 +82,7 @@ def _spread(offset: Tensor, heads: int) -> Tensor:
     return offset.repeat_interleave(heads // offset.shape[1], dim=1)
 
 
-def _plans(store: Store) -> tuple[Plan, Plan]:
-    """Both sides' plans, which there are."""
-    found = [planned(side.format, side.setting.device) for side in (store.keys, store.values)]
-    k, v = found
-    assert isinstance(k, Plan)
-    assert isinstance(v, Plan)
-    return k, v
-
-
-def _by_triton(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | None:
+def _by_triton(store: Store, q: Tensor, inner: Tensor, rule: Rule, plans: Plans) -> Tensor | None:
     """Rows are asked for with the queries q, attended with those in the latent."""
     from runtime.kernels import triton_decode  # imports Triton, which need not be there
 
@@ -96,35 +90,34 @@ def _by_triton(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | N
     rows = triton_decode.rows_of(read_by(store, q), store.keys.rows, pairs, q.device)
     if rows is None or (turns and rows.mode):
         return None
-    return triton_decode.attended(store, inner.contiguous(), rule, rows, _plans(store))
+    return triton_decode.attended(store, inner.contiguous(), rule, rows, plans)
 
 
-def _by_cpu(store: Store, q: Tensor, inner: Tensor, rule: Rule) -> Tensor | None:
+def _by_cpu(store: Store, q: Tensor, inner: Tensor, rule: Rule, plans: Plans) -> Tensor | None:
     spans = spans_of(store, q)
     if isinstance(spans, str) or (spans is None and _small(store, q, rule)):
         return None
-    return _attended(store, inner.contiguous(), rule, spans)
+    return _attended(store, inner.contiguous(), rule, spans, plans)
 
 
-def _attended(store: Store, q: Tensor, rule: Rule, spans: Spans | None) -> Tensor:
+def _attended(store: Store, q: Tensor, rule: Rule, spans: Spans | None, plans: Plans) -> Tensor:
     keys, values = store.keys, store.values
     found = library()
     assert isinstance(found, Library)
-    sides = [described(side, p) for side, p in zip((keys, values), _plans(store), strict=True)]
-    (k, k_alive), (v, v_alive) = sides
+    (k, k_table), (v, v_table) = (reading(s, p).counted(s) for s, p in zip((keys, values), plans, strict=True))
     batch, query_heads = q.shape[:2]
     heads, rows = keys.twins.inner.place.heads, keys.rows
-    out = torch.empty((batch, query_heads, 1, v.width), dtype=q.dtype)
+    out = torch.empty((batch, query_heads, 1, values.twins.inner.place.width), dtype=q.dtype)
     sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
     threads = max(1, min(torch.get_num_threads(), batch * query_heads * rows // ALONE + 1))
-    problem = CProblem(k=ctypes.addressof(k), v=ctypes.addressof(v), q=q.data_ptr(), out=out.data_ptr(),
+    problem = CProblem(k=k, v=v, q=q.data_ptr(), out=out.data_ptr(),
                        type=TYPES[q.dtype], batch=batch, heads=heads, queries=query_heads // heads, rows=rows,
                        scaling=rule.scaling, softcap=rule.softcap, sinks=0 if sinks is None else sinks.data_ptr(),
                        chunk=_chunk(batch * heads, rows, threads), threads=threads)
     if spans is not None:
         problem.spans, problem.span_at = spans[0].data_ptr(), spans[1].data_ptr()
     found.attend(ctypes.addressof(problem))
-    del k_alive, v_alive
+    del k_table, v_table  # were used until here
     return out
 
 
@@ -134,28 +127,33 @@ def _chunk(pairs: int, rows: int, threads: int) -> int:
     return max(CHUNK, min(8 * CHUNK, -(-wanted // CHUNK) * CHUNK))
 
 
-def _why_not(store: Store) -> str:
-    """Why a step over the store is eager; empty where it is fused."""
+def _plans(store: Store) -> Plans | str:
+    """Both sides' plans, or why a step over the store is eager."""
     policy = store.policy
     if store.joint:
         return "keys and values share coefficients"
     if policy is not None and (why := _policy_needs(policy)):
         return why
+    plans = []
     for name, side in store.sides.items():
-        if why := _side_needs(side):
-            return f"{name}: {why}"
-    if "v" not in store.sides:
+        found = _plan(side)
+        if isinstance(found, str):
+            return f"{name}: {found}"
+        plans.append(found)
+    if len(plans) < 2:
         return "keys are values too"
-    if store.method.k.before_rope and (why := _turn_needs(store)):
+    if store.method.k.before_rope and (why := _turn_needs(store, plans[0])):
         return why
     keys, values = store.keys, store.values
     if keys.twins.inner.place.heads != values.twins.inner.place.heads:
         return "keys and values are held in different numbers of heads"
-    return "" if keys.rows == values.rows and keys.rows else "sides hold different rows" if keys.rows else "no rows"
+    if keys.rows != values.rows or not keys.rows:
+        return "sides hold different rows" if keys.rows else "no rows"
+    return plans[0], plans[1]
 
 
-def _turn_needs(store: Store) -> str:
-    if not _plans(store)[0].triton:
+def _turn_needs(store: Store, plan: Plan) -> str:
+    if not plan.triton:
         return "keys are rotated after they are decoded"
     from runtime.kernels import triton_turn  # imports Triton, which need not be there
 
@@ -170,7 +168,7 @@ def _policy_needs(policy: PolicyTwin) -> str:
     return ""
 
 
-def _side_needs(side: Side) -> str:
+def _plan(side: Side) -> Plan | str:
     found = planned(side.format, side.setting.device)
     if isinstance(found, str):
         return found
@@ -181,8 +179,8 @@ def _side_needs(side: Side) -> str:
     if side.setting.dtype not in TYPES:
         return f"rows are {side.setting.dtype}"
     rest = side.rest
-    if rest is not None and rest.rows and rest.read(0, 0).dtype not in TYPES:
+    if rest is not None and rest.rows and rest.dtype not in TYPES:
         return "the tail's dtype"
     if side.basis is not None and not side.ready:
         return "the basis waits for its first rows"
-    return "" if found.triton or breaks_alike(side, found) else "buffers break at different rows"
+    return found if found.triton or reading(side, found).alike else "buffers break at different rows"

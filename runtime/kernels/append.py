@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -36,72 +35,103 @@ class CEncoding(ctypes.Structure):
         (n, CTarget) for n in ("codes", "scale", "low")]
 
 
+class Writer:
+    """Where the next rows go: the last chunks of a side's buffers, described once, until chunks come or go."""
+
+    def __init__(self, plan: Plan, buffers: list[Paged]) -> None:
+        self.plan, self.buffers, self.versions = plan, buffers, [b.version for b in buffers]
+        batch, heads = buffers[0].shape[:2]
+        self.stop = min(b.capacity for b in buffers)
+        self.before = buffers[0].capacity - _rows(buffers[0])
+        targets = [_target(buffer) for buffer in buffers]
+        self.problem = CEncoding(batch=batch, heads=heads, bits=plan.bits, group=plan.group, symmetric=plan.symmetric,
+                                 scale_type=plan.scale_type, codes=targets[0], scale=targets[1])
+        if not plan.symmetric:
+            self.problem.low = targets[2]
+
+    def stands(self, plan: Plan) -> bool:
+        """Whether the chunks are still those."""
+        return plan is self.plan and [b.version for b in self.buffers] == self.versions
+
+    def write(self, x: Tensor) -> bool:
+        """Encode rows x that there is room for; False: one does not fit its scale, and nothing counts as written."""
+        problem, size = self.problem, x.element_size()
+        batch, head, row, _ = x.stride()
+        problem.x, problem.type, problem.width = x.data_ptr(), TYPES[x.dtype], x.shape[3]
+        problem.batch_stride, problem.head_stride, problem.row_stride = batch * size, head * size, row * size
+        problem.rows, problem.first = x.shape[2], self.buffers[0].rows - self.before
+        found = library()
+        assert isinstance(found, Library)
+        return bool(found.encode(ctypes.addressof(problem)))
+
+
 def append(side: Side, x: Tensor) -> bool:
     """Encode rows x [B, H, n, d] behind those that the side holds; False where this is left to the format's twin.
 
     What does not fit its scale is left to the twin too, which says so.
     """
     plan = planned(side.format, x.device)
-    if not isinstance(plan, Plan) or plan.form != INT or plan.unit or side.fixes:
+    if isinstance(plan, str) or not (_goes_on(side, plan) or _writes(side, plan, x)):
         return False
-    buffers = [side.encoded[name] for name in plan.names if name in side.encoded]
-    if len(buffers) != (2 if plan.symmetric else 3) or x.dtype not in TYPES or x.stride(3) != 1:
-        return False
-    if not side.started or side.by_block or x.shape[3] > WIDEST or x.shape[:2] != buffers[0].shape[:2]:
-        return False
-    written = _by_triton(plan, x.shape[3]) if plan.triton else _by_cpu
-    if written is None:
-        return False
-    done = 0
-    while done < x.shape[2]:
-        rows = min(_room(buffers, x.shape[2] - done), x.shape[2] - done)
-        if not written(plan, x[:, :, done : done + rows], buffers):
+    done, count = 0, x.shape[2]
+    while done < count:
+        writer = _writer(side, plan, count - done)
+        rows = min(writer.stop - writer.buffers[0].rows, count - done)
+        part = x if rows == count else x[:, :, done : done + rows]
+        if not (_by_triton(plan, part, writer.buffers) if plan.triton else writer.write(part)):
             if not done:
                 return False
             side.packed(x)  # says which value is too large
-        for buffer in buffers:
+        for buffer in writer.buffers:
             buffer.rows += rows
         done += rows
     return True
 
 
-Writes = Callable[[Plan, Tensor, list[Paged]], bool]
+def _goes_on(side: Side, plan: Plan) -> bool:
+    """Whether the side's last rows were written here, to where these go too."""
+    writer = side.writer
+    return writer is not None and writer.stands(plan)
 
 
-def _by_triton(plan: Plan, width: int) -> Writes | None:
+def _writes(side: Side, plan: Plan, x: Tensor) -> bool:
+    """Whether kernels write these rows."""
+    if plan.form != INT or plan.unit or side.fixes or side.by_block or not side.started:
+        return False
+    held = [side.encoded[name] for name in plan.names if name in side.encoded]
+    if len(held) != (2 if plan.symmetric else 3) or x.shape[:2] != held[0].shape[:2]:
+        return False
+    if x.dtype not in TYPES or x.stride(3) != 1 or x.shape[3] > WIDEST:
+        return False
+    return not plan.triton or _triton_writes(plan, x.shape[3])
+
+
+def _writer(side: Side, plan: Plan, wanted: int) -> Writer:
+    """The side's writer, with room for a row at least: buffers that are full get another chunk."""
+    writer = side.writer
+    if writer is None or writer.buffers[0].rows >= writer.stop or not writer.stands(plan):
+        buffers = [side.encoded[name] for name in plan.names if name in side.encoded]
+        for buffer in buffers:
+            buffer.provide(wanted)
+        writer = side.writer = Writer(plan, buffers)
+    return writer
+
+
+def _triton_writes(plan: Plan, width: int) -> bool:
     from runtime.kernels import triton_write  # imports Triton, which need not be there
 
-    return triton_write.encoded if triton_write.writes(plan, width) else None
+    return triton_write.writes(plan, width)
 
 
-def _by_cpu(plan: Plan, x: Tensor, buffers: list[Paged]) -> bool:
-    found = library()
-    assert isinstance(found, Library)
-    problem = _encoding(plan, x, buffers)  # alive until the call returns
-    return bool(found.encode(ctypes.addressof(problem)))
+def _by_triton(plan: Plan, x: Tensor, buffers: list[Paged]) -> bool:
+    from runtime.kernels import triton_write
+
+    return triton_write.encoded(plan, x, buffers)
 
 
-def _room(buffers: list[Paged], wanted: int) -> int:
-    """Free rows of the last chunks, which get another one where they are full."""
-    for buffer in buffers:
-        if buffer.capacity == buffer.rows:
-            buffer.chunks.append(buffer._chunk(wanted))
-    return min(buffer.capacity - buffer.rows for buffer in buffers)
-
-
-def _encoding(plan: Plan, x: Tensor, buffers: list[Paged]) -> CEncoding:
-    size = x.element_size()
-    targets = [_target(buffer) for buffer in buffers]
-    last = buffers[0].chunks[-1].shape[2] * getattr(buffers[0], "tile", 1)
-    first = last - (buffers[0].capacity - buffers[0].rows)
-    found = CEncoding(x=x.data_ptr(), type=TYPES[x.dtype], batch_stride=x.stride(0) * size,
-                      head_stride=x.stride(1) * size, row_stride=x.stride(2) * size, batch=x.shape[0],
-                      heads=x.shape[1], rows=x.shape[2], width=x.shape[3], bits=plan.bits, group=plan.group,
-                      symmetric=plan.symmetric, scale_type=plan.scale_type, first=first, codes=targets[0],
-                      scale=targets[1])
-    if not plan.symmetric:
-        found.low = targets[2]
-    return found
+def _rows(buffer: Paged) -> int:
+    """Rows of the last chunk."""
+    return buffer.chunks[-1].shape[2] * (buffer.tile if isinstance(buffer, TiledPaged) else 1)
 
 
 def _target(buffer: Paged) -> CTarget:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -40,22 +41,71 @@ class CProblem(ctypes.Structure):
         (n, WORD) for n in ("sinks", "spans", "span_at", "chunk", "threads")]
 
 
-def described(side: Side, plan: Plan) -> tuple[CSide, list[Any]]:
-    """The side's structure, and what must stay alive while it is used."""
-    parts = _encoded(side, plan) + _rest(side)
-    held = (CPart * len(parts))(*parts)
-    width = side.twins.inner.place.width
-    found = CSide(form=plan.form, bits=plan.bits, width=width, group=plan.group or width, unit=plan.unit,
-                  symmetric=plan.symmetric, scale_type=plan.scale_type, row_type=TYPES[side.setting.dtype],
-                  dots=plan.dots, rows=side.rows, lows=plan.lows, parts_count=len(parts), parts=ctypes.addressof(held))
-    alive: list[Any] = [held]
-    if plan.table is not None and side.encoded_rows:
-        table = plan.table(side.format)
-        alive.append(table)
-        found.table = table.data_ptr()
-        found.table_head = table.shape[1] * table.shape[2] if table.shape[0] > 1 else 0
-        found.table_channel = table.shape[2] if table.shape[1] > 1 else 0
-    return found, alive
+class Reading:
+    """One side as the kernels see it: described once, until chunks come or go; between that only rows are counted.
+
+    `alike`: whether the buffers' chunks break at the same rows; they do unless rows left some in another way.
+    """
+
+    def __init__(self, side: Side, plan: Plan) -> None:
+        width = side.twins.inner.place.width
+        self.plan, self.spare = plan, max(1, _pieces(side.rest))
+        self.buffers = [side.encoded[n] for n in plan.names if n in side.encoded]
+        self.versions = [b.version for b in self.buffers]
+        ends = [_ends(side.encoded[n], side.rows_per(n)) for n in plan.names if n in side.encoded]
+        self.alike = all(e == ends[0] for e in ends)
+        encoded = _encoded(side, plan) if self.alike else []
+        self.held = (CPart * (len(encoded) + self.spare))(*encoded)
+        parts = list(self.held)
+        self.encoded, self.rest = parts[: len(encoded)], parts[len(encoded) :]
+        self.first, self.room = (encoded[-1].start, ends[0][-1]) if encoded else (0, 0)
+        self.side = CSide(form=plan.form, bits=plan.bits, width=width, group=plan.group or width, unit=plan.unit,
+                          symmetric=plan.symmetric, scale_type=plan.scale_type, row_type=TYPES[side.setting.dtype],
+                          dots=plan.dots, lows=plan.lows, parts=ctypes.addressof(self.held))
+
+    def stands(self, side: Side, plan: Plan) -> bool:
+        """Whether the chunks are still those, and filled as far."""
+        rows = side.encoded_rows
+        filled = self.first < rows <= self.room if self.encoded else not (rows and self.alike)
+        same = filled and plan is self.plan and _pieces(side.rest) <= self.spare
+        return same and [b.version for b in self.buffers] == self.versions
+
+    def counted(self, side: Side) -> tuple[int, Tensor | None]:
+        """The structure's address, with the rows that there are now, and a table that must live while it is used.
+
+        What was made of the store's own tensors is not kept here, where nobody would count it.
+        """
+        at, rest = side.encoded_rows, side.rest
+        if self.encoded:
+            self.encoded[-1].rows = at - self.first
+        left, chunks = (rest.rows, rest.lying) if rest is not None else (0, ())
+        # a tail's chunk comes and goes with each step, and must not be kept alive here
+        for part, chunk in zip(self.rest, chunks, strict=False):
+            rows = min(left, chunk.shape[2])
+            part.start, part.rows, part.data, part.data_stride = at, rows, chunk.data_ptr(), _stride(chunk)
+            at, left = at + rows, left - rows
+        self.side.rows, self.side.parts_count = at, len(self.encoded) + len(chunks)
+        return ctypes.addressof(self.side), self._tabled(side) if self.plan.table is not None and self.encoded else None
+
+    def _tabled(self, side: Side) -> Tensor:
+        assert self.plan.table is not None
+        table = self.plan.table(side.format)
+        self.side.table = table.data_ptr()
+        self.side.table_head = table.shape[1] * table.shape[2] if table.shape[0] > 1 else 0
+        self.side.table_channel = table.shape[2] if table.shape[1] > 1 else 0
+        return table
+
+
+def reading(side: Side, plan: Plan) -> Reading:
+    """The side's description, made anew where it no longer stands."""
+    found = side.reading
+    if found is None or not found.stands(side, plan):
+        found = side.reading = Reading(side, plan)
+    return found
+
+
+def _pieces(rest: Paged | None) -> int:
+    return 0 if rest is None else len(rest.lying)
 
 
 def _encoded(side: Side, plan: Plan) -> list[CPart]:
@@ -67,8 +117,7 @@ def _encoded(side: Side, plan: Plan) -> list[CPart]:
     scale, low = side.encoded.get(names[1]), side.encoded.get(names[2])
     found, at = [], 0
     for i, chunk in enumerate(data.chunks):
-        held = chunk.shape[2] * (data.tile if isinstance(data, TiledPaged) else 1)
-        rows = min(held, side.encoded_rows - at)
+        rows = min(_rows(data, chunk), side.encoded_rows - at)
         if rows <= 0:
             break
         part = CPart(start=at, rows=rows, encoded=1, data=chunk.data_ptr(), data_stride=_stride(chunk))
@@ -81,27 +130,13 @@ def _encoded(side: Side, plan: Plan) -> list[CPart]:
     return found
 
 
-def breaks_alike(side: Side, plan: Plan) -> bool:
-    """Whether the buffers' chunks break at the same rows: they do unless rows were taken out of some in another way."""
-    held = [side.encoded[n] for n in plan.names if n in side.encoded]
-    if len(held) < 2:
-        return True
-    per = [max(side.rows_per(n), 1) for n in plan.names if n in side.encoded]
-    sizes = [[_rows(b, c) * p for c in b.chunks] for b, p in zip(held, per, strict=True)]
-    return all(s == sizes[0] for s in sizes[1:])
+def _ends(buffer: Paged, per: int) -> list[int]:
+    """Token rows up to each chunk's end; per: token rows of a row, 0 for what a block has once."""
+    return list(accumulate(_rows(buffer, c) * max(per, 1) for c in buffer.chunks))
 
 
 def _rows(buffer: Paged, chunk: Tensor) -> int:
     return chunk.shape[2] * (buffer.tile if isinstance(buffer, TiledPaged) else 1)
-
-
-def _rest(side: Side) -> list[CPart]:
-    found, at = [], side.encoded_rows
-    rest = side.rest
-    for view in () if rest is None else rest.views(0, rest.rows):
-        found.append(CPart(start=at, rows=view.shape[2], encoded=0, data=view.data_ptr(), data_stride=_stride(view)))
-        at += view.shape[2]
-    return found
 
 
 def _stride(chunk: Tensor) -> int:

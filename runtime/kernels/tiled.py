@@ -42,7 +42,7 @@ class TiledPaged(Paged):
         if new > fits:
             chunk = self._chunk(new - fits)
             self._write(chunk, 0, x[:, :, fits:])
-            self.chunks.append(chunk)
+            self.chunks = (*self.chunks, chunk)
         self.rows += new
 
     def _write(self, chunk: Tensor, at: int, x: Tensor) -> None:
@@ -80,21 +80,22 @@ class TiledPaged(Paged):
 
     def _hold(self, pieces: Iterable[Tensor], rows: int) -> None:
         held = list(pieces)
-        self.chunks, self.rows = [], 0
+        self.chunks, self.rows = (), 0
         if not rows:
             return
         chunk, at = self._chunk(rows), 0
         for piece in held:
             self._write(chunk, at, piece)
             at += piece.shape[2]
-        self.chunks, self.rows = [chunk], rows
+        self.chunks, self.rows = (chunk,), rows
 
     def truncate(self, rows: int) -> None:
         """Drop rows from the end."""
         self.rows = rows
         spare = (self.capacity - self._room(rows)) // self.tile
         while spare:
-            last = self.chunks.pop()
+            *held, last = self.chunks
             if last.shape[2] > spare:
-                self.chunks.append(last[:, :, : last.shape[2] - spare].clone(memory_format=torch.contiguous_format))
+                held.append(last[:, :, : last.shape[2] - spare].clone(memory_format=torch.contiguous_format))
+            self.chunks = tuple(held)
             spare -= min(spare, last.shape[2])
