@@ -1,5 +1,6 @@
 """Scoring: at once equals one by one, the uncompressed cache loses nothing, runs resume, intervals."""
 
+import gc
 import json
 import math
 
@@ -154,6 +155,23 @@ def test_a_run_resumes_and_repeats(bench, tmp_path):
     assert [r["method"] for r in rows] == ["full", "int(bits=4)", "int(bits=8)"]
     fresh = bench.measure(parse_method("int4"))
     assert (fresh.kl, fresh.top1, fresh.segment_kl) == (first[1].kl, first[1].top1, first[1].segment_kl)
+
+
+def test_a_run_keeps_nothing_of_the_methods_it_has_measured(bench):
+    """Memory of a long run is one method's: with the collector off, nothing of a finished one is left."""
+
+    def held():
+        return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in run(bench, ["full", "int4", "snapkv(budget=0.5)", "kivi-4"], None, lambda *_: counts.append(held())):
+            pass
+    finally:
+        gc.enable()
+    assert max(counts) <= counts[0]
 
 
 def test_protocols_differ_and_on_write_has_fewer_segments(bench):
