@@ -240,6 +240,25 @@ def test_the_pages_adaptation_is_what_was_measured():
         assert row["controlled"]["bytes"] <= row["fixed"]["bytes"]
 
 
+@pytest.mark.parametrize(("name", "title", "by"), [("adapt", "7.1 Adaptive compression", "method")])
+def test_the_pages_steps_are_what_was_predicted_and_measured(name, title, by):
+    table = PAGE.split(f"## {title}")[1].split("\n## ")[0].split("| ms a step: predicted")[1].split("\n\n")[0]
+    rows = [r for r in shipped(name)["rows"] if "step_measured_seconds" in r and r.get("level") != "pool"]
+    known = {r[by]: [x for x in rows if x[by] == r[by]] for r in rows}
+    told = table.replace("\\|", "/").splitlines()[2:]
+    assert len(told) == len(known)
+    for line in told:
+        cells = [c.strip() for c in line.split("|")[1:-1]]
+        own = known.pop(cells[0].strip("`").replace("/", "|"))
+        names = ["step_predicted_seconds", "step_measured_seconds", "cache_predicted_seconds", "cache_measured_seconds"]
+        shown = [cells[i] for i in (1, 2, 3, 5)]
+        if name == "ranks":
+            names += ["decision_predicted_seconds", "decision_measured_seconds"]
+            shown += [cells[6], cells[8]]
+        expected = [1e3 * sum(r[n] for r in own) / len(own) for n in names]
+        assert milliseconds(*shown) == pytest.approx(expected, rel=0.06)
+
+
 def test_commands_show_results_and_hand_measuring_over(monkeypatch):
     from click.testing import CliRunner
 
