@@ -201,6 +201,11 @@ def test_bounds_are_those_measured():
         assert row["attention"]["broken"] == 0
         assert all([len(heads) for heads in row[s]["layer_head_db"]] == [3] * 30 for s in "kv" if s in row)
     assert f"{sum(r['attention']['cases'] for r in found):,} cases" in part_of("7.6 Provable bounds")
+    second = json.loads((EVIDENCE / "bounds-gemma3-270m.json").read_text("utf-8"))["methods"]
+    attended = [r["attention"] for r in second]
+    broken, cases = (sum(a[n] for a in attended) for n in ("broken", "cases"))
+    assert broken == 0
+    assert f"{broken} of {cases:,} cases" in part_of("7.6 Provable bounds")
 
 
 def test_retrieval_is_as_measured():
