@@ -18,6 +18,7 @@ FAMILIES = ("ampere-dc", "hopper", "blackwell-dc", "blackwell-gddr", "ada", "amp
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "t0_s": (0.0, 1e-2),
+    "again_s": (0.0, 1e-2),
     "bandwidth_share": (0.01, 1.1),
     "cache_multiple": (0.0, 16.0),
     "cache_rate": (0.0, 1e4),
@@ -45,7 +46,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 class Coefficient:
     """The numbers of one kernel: `op` is one of OPS, `kernel` is engine/kernel, `format` a number format.
 
-    t0_s: launch and fixed cost. bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
+    t0_s: launch and fixed cost; again_s: the same of each further store that is walked after another, whose code is
+    warm by then (0: as t0_s). bandwidth_share: achieved share of the datasheet's DRAM bandwidth.
     cache_multiple: bandwidth, as a multiple of the datasheet's, while the working set lies inside the last-level
     cache, or cache_rate: bytes that each unit gets from it in a clock cycle (it takes the place of the multiple: a
     cache belongs to the units, and siblings differ in memory); cache_reach: share of that cache in which it holds.
@@ -84,6 +86,7 @@ class Coefficient:
     window_s: float = 0.0
     step_s: float = 0.0
     group_limit: float = 1e9
+    again_s: float = 0.0
     power: float = 0.0
     single_t0_s: float = 0.0
     single_share: float = 0.0

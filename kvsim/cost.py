@@ -37,6 +37,7 @@ class KernelWork:
     bytes_moved: read and written. elements: stored values taken in. flops: arithmetic. blocks: independent pieces
     (sequences * KV heads in decode). rows: what one piece walks, and so into how many parts it can be split.
     working_set: bytes that a repeated call would find in cache. cut: 1 where a sliding window hides rows, else 0.
+    pieces: stores that are walked one after another, of which this is one.
     """
 
     bytes_moved: Real
@@ -48,6 +49,7 @@ class KernelWork:
     head_dim: Real = 128
     q_per_kv: Real = 1
     cut: Real = 0.0
+    pieces: Real = 1.0
 
 
 def _memory(device: HardwareProfile, c: Coefficient, bytes_moved: Real, working_set: Real | None) -> Real:
@@ -102,6 +104,7 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork, rate_
            + wave_s * ceil(blocks / units) + split_s * (1 - 256 / rows, 0 or more) + window_s * cut
            + step_s * ceil(rows / 1024) (decode)
 
+    and for t0, where a store is one of several that are walked, their mean: (t0 + (pieces - 1) * again_s) / pieces.
     A coefficient's `power` replaces p. converts: whether stored values are of another format than the arithmetic's,
     which is what added hardware of a what-if takes over.
     """
@@ -118,7 +121,8 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork, rate_
     added = device.added if c.op == "decode" else None
     if added is not None:
         memory, compute = added.terms(memory, compute, work.flops * idle, work.bytes_moved, converts)
-    parts: list[tuple[str, Real]] = [("launch", c.t0_s), ("memory", memory), ("compute", compute)]
+    launch: Real = (c.t0_s + (work.pieces - 1.0) * c.again_s) / work.pieces if c.again_s else c.t0_s
+    parts: list[tuple[str, Real]] = [("launch", launch), ("memory", memory), ("compute", compute)]
     busy = [memory, compute]
     if c.element_rates and device.units and device.clock_hz:
         elements = work.elements
@@ -132,7 +136,7 @@ def kernel_time(device: HardwareProfile, c: Coefficient, work: KernelWork, rate_
         busy.append(conversion)
     parts.append(("waves", c.wave_s * np.ceil(per_unit)))
     parts.append(("combine", c.split_s - c.split_s * COMBINED_ROWS / np.maximum(work.rows, COMBINED_ROWS)))
-    seconds = _joined(busy, c.power or (2 if causal else 8)) + (parts[-2][1] + c.t0_s) + parts[-1][1]
+    seconds = _joined(busy, c.power or (2 if causal else 8)) + (parts[-2][1] + launch) + parts[-1][1]
     if c.step_s and c.op == "decode":
         parts.append(("launches", c.step_s * np.ceil(work.rows * (1.0 / WALKED))))
         seconds = seconds + parts[-1][1]
@@ -195,7 +199,7 @@ def kernel_seconds(device: HardwareProfile, op: str, work: KernelWork, *, format
 
 def _quantity(value: Any, what: str) -> Real:
     array = np.asarray(value, np.float64)
-    least = 1.0 if what in ("blocks", "rows", "head_dim", "q_per_kv") else 0.0
+    least = 1.0 if what in ("blocks", "rows", "head_dim", "q_per_kv", "pieces") else 0.0
     if array.size and not (array.min() >= least and array.max() < np.inf):
         raise KvsimError(f"{what} must be {least:g} or more and finite, got {shown(value)}")
     return array if array.ndim else float(array)

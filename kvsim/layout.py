@@ -15,6 +15,9 @@ from kvsim.parts import Basis, Buffer, Format, Place, Rows
 from kvsim.tokens.keep import Keep
 from kvsim.workload import Count
 
+AHEAD = 20
+"""Steps over which it is counted how many rows leave."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -37,6 +40,8 @@ class Layout:
     policy_buffers: tuple[Buffer, ...] = ()
     plain_buffers: tuple[Buffer, ...] = ()
     estimate: str = ""
+    dropping: Any = 1.0
+    """Share of steps in which a row leaves, where rows leave while generating."""
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -103,7 +108,10 @@ def layer_layout(
         for s in attention.stores(prompt + new)
         if s.name not in ("k", "v")
     )
-    return Layout(attention, rows, method, sides, held, plain, rows.estimate)
+    dropping: Any = 1.0
+    if method.tokens.drops == "rows" and measured is None:
+        dropping = 1.0 - (_rows(attention, method, prompt, new + AHEAD, places[0]).stored - rows.stored) / AHEAD
+    return Layout(attention, rows, method, sides, held, plain, rows.estimate, dropping)
 
 
 def cross_layout(layer: Layer, method: Method, value_bits: int, index: int = 0, n_layers: int = 1) -> Layout | None:

@@ -44,9 +44,10 @@ def step_work(layout: Layout, batch: Any, count: int) -> Iterator[Op]:
     name = f"{policy.name} step"
     # rows are packed: where one leaves, those behind it move up
     moving = 2.0 * batch * sum(b.bytes for s in layout.sides for b in s.buffers if b.rows_per_unit and not b.per_model)
-    copied = moving if policy.drops == "rows" else 0.0
+    copied = moving * layout.dropping if policy.drops == "rows" else 0.0
     work = policy.step_work(layout.rows, _keys(layout))
-    yield from _work_op(name, work, batch, count, ((name, 1.0),), pieces, copied)
+    keys = ((name, 1.0), *(_leaving(layout) if policy.drops == "rows" else ()))
+    yield from _work_op(name, work, batch, count, keys, pieces, copied)
     besides = policy.eager("decode", layout.rows.attended, _keys(layout))
     yield from _eager_ops(name, besides, batch, count, pieces, copied)
 
@@ -130,18 +131,39 @@ def _encode(side: Side, rows: Any) -> Work:
     return Work(1.0 * side.latent.heads * rows * row)
 
 
+def _leaving(layout: Layout) -> Named:
+    """What it is called to take rows out of packed ones (`int4 leave`; by position, `int4 expire`): more than copying
+    them, where the policy's own work copies plain ones.
+    """
+    how = "expire" if layout.method.tokens.positional else "leave"
+    forms = [s.chain.format.kernel_format for s in layout.sides if s.chain.format.name != "full"]
+    share = layout.dropping / len(layout.sides)
+    return tuple((f"{form} {how}", share * forms.count(form)) for form in dict.fromkeys(forms))
+
+
+PROBE = 10_007
+"""Rows, a prime: a format that holds rows back until a unit is whole, or the newest ones, has not encoded them all."""
+
+
 def _written(layout: Layout, how: str) -> Named:
     """What writing is called (`svd compress`, `int4 append`), and each name's share of the sides.
 
-    The time of a basis and that of a format hold the plain writing each; where both are, it is done once.
+    Rows that wait in a tail are written another way (`int4 tail append`), and behind rows that have just moved more has
+    to be done (`int4 moved append`). The time of a basis and that of a format hold the plain writing each; where both
+    are, it is done once.
     """
     names: dict[str, float] = {}
+    moved = layout.dropping if how == "append" and layout.method.tokens.drops == "rows" else 0.0
     for side in layout.sides:
-        chain = side.chain
+        chain, form = side.chain, side.chain.format
         parts = [] if chain.basis.name == "identity" else [chain.basis.name]
-        parts += [] if chain.format.name == "full" else [chain.format.kernel_format]
-        for name in (*parts, *(c.name for c in chain.corrections)):
-            names[f"{name} {how}"] = names.get(f"{name} {how}", 0.0) + 1.0 / len(layout.sides)
+        waits = how == "append" and form.quantized(PROBE) < PROBE
+        parts += [] if form.name == "full" else [f"{form.kernel_format} tail" if waits else form.kernel_format]
+        shares = dict.fromkeys((*parts, *(c.name for c in chain.corrections)), 1.0)
+        if form.name != "full" and not waits and np.any(moved):
+            shares[f"{form.kernel_format} moved"] = moved
+        for name, share in shares.items():
+            names[f"{name} {how}"] = names.get(f"{name} {how}", 0.0) + share / len(layout.sides)
     twice = sum(c.basis.name != "identity" and c.format.name != "full" for c in (side.chain for side in layout.sides))
     return ((f"full {how}", -twice / len(layout.sides)), *names.items()) if twice else tuple(names.items())
 

@@ -85,6 +85,7 @@ def kernel_work(op: Op, own: bool = True, gathers: bool = False, cold: Any = Non
         head_dim=op.head_dim,
         q_per_kv=max(op.q_per_kv, 1.0),
         cut=float(op.windowed),
+        pieces=pieces,
     )
 
 
@@ -127,8 +128,7 @@ def _named(hardware: HardwareProfile, op: Op, known: frozenset[tuple[str, str]])
 
     A negative share is what others have in common: nothing is there twice where one of them is not known.
     """
-    answers = [(key, key if (PART, key) in known else "" if op.only_known else _written_alike(known, key), share)
-               for key, share in op.keys]
+    answers = [(key, key if (PART, key) in known else _written_alike(known, key), share) for key, share in op.keys]
     whole = all(found for _, found, _ in answers)
     times = [(key, found, _own_time(hardware, op, found, share)) for key, found, share in answers
              if found and (share > 0 or whole)]
@@ -167,16 +167,21 @@ def _digits(form: str) -> int:
 
 
 def _written_alike(known: frozenset[tuple[str, str]], key: str) -> str:
-    """The part that answers for writing a format nobody measured (`rotated4 append`): the nearest of its name, else one
-    of 4 bits, else any other.
+    """The part that answers for a format that nobody measured (`rotated4 append`): the nearest of its name, else one of
+    4 bits, else any other; for `int8 tail append` one with a tail first.
 
     Formats have their bits in their names; bases and policies have none, and no other stands for them.
     """
     what, _, how = key.rpartition(" ")
-    if how not in ("compress", "append") or not re.search(r"\d", what):
+    if how not in ("compress", "append", "leave", "expire") or not re.search(r"\d", what):
         return ""
     names = sorted(f.rpartition(" ")[0] for family, f in known if family == PART and f.endswith(f" {how}"))
-    near = next((n for stem in STEMS if (n := _nearest(what, stem, names))), "")
+    what, _, tail = what.partition(" ")
+    if tail and (tails := [n for n in names if n.endswith(f" {tail}")]):
+        return f"{min(tails, key=lambda n: abs(_digits(n) - _digits(what)))} {how}"
+    if tail == "moved":  # comes on top of the plain name
+        return ""
+    near = what if what in names else next((n for stem in STEMS if (n := _nearest(what, stem, names))), "")
     formats = [near] if near else [f for f in names if f in FORMATS]
     return f"int4 {how}" if "int4" in formats else f"{formats[0]} {how}" if formats else ""
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from runtime.calibration_plan import FULL, GPU_PRODUCTS, QUICK, SHAPES, Plan
 from runtime.device import Machine, edition_name, this_machine
 from runtime.layer_runs import layer
 from runtime.microbench import DTYPES, HF_DTYPES, Point, Shape, launch, prefill, products, streams
-from runtime.pace import CALM, Pace
+from runtime.pace import Pace
 from runtime.profile_file import checked, facts_of, text_of, write
 from runtime.random_model import random_model
 from runtime.running_model import run
@@ -54,6 +55,8 @@ DEPTHS = (2, 6)
 """Layers of the models whose difference shows what one layer costs."""
 AGAIN_UNTIL_S = 200.0
 """Seconds from the start after which nothing is measured again."""
+STEADY = 1.05
+"""How much slower than at its best the machine may be beside a measurement that is not taken again."""
 Tell = Callable[[str], None]
 
 
@@ -132,29 +135,32 @@ class Calibration:
     def _layers(self) -> list[Point]:
         """Every method of the plan on its shapes; what a method refuses is left out, and said.
 
-        Shape by shape: what disturbs a second or two spoils one shape of some methods, not all shapes of one. What the
-        machine was not at its pace for is measured again at the end, while there is time.
+        In an order that chance gave: what slows the machine down for a while spoils points here and there, not all
+        methods on one shape or one method on all. What was disturbed most is measured again while there is time.
         """
         found: dict[tuple[str, Shape], _Taken] = {}
         refused: set[str] = set()
         looked = self.pace.look()
-        most = max((count for _, count in self.plan.methods), default=0)
-        for index, shape in enumerate(SHAPES[:most]):
-            for method in (m for m, count in self.plan.methods if count > index and m not in refused):
-                self.tell(method)
-                try:
-                    one = found[method, shape] = self._one(method, shape, looked)
-                    looked = one.after
-                except KvsimError as why:
-                    self.tell(f"{method} left out: {why}")
-                    refused.add(method)
+        cells = [(method, shape) for method, count in self.plan.methods for shape in SHAPES[:count]]
+        Random(0).shuffle(cells)
+        for method, shape in cells:
+            self.tell(method)
+            if method in refused:
+                continue
+            try:
+                found[method, shape] = self._one(method, shape, looked)
+                looked = found[method, shape].after
+            except KvsimError as why:
+                self.tell(f"{method} left out: {why}")
+                refused.add(method)
         ratios = {key: self._slower(one) for key, one in found.items()}
-        for key in sorted((k for k, ratio in ratios.items() if ratio > CALM), key=lambda k: -ratios[k]):
+        for key in sorted((k for k, ratio in ratios.items() if ratio > STEADY), key=lambda k: -ratios[k]):
             if time.perf_counter() - self.started > AGAIN_UNTIL_S:
                 break
             self.tell(f"{key[0]} once more")
             found[key] = min(found[key], self._one(*key, looked), key=self._slower)
-        return [p for one in found.values() for p in one.points]
+            looked = self.pace.looks[-1]
+        return [p for key, one in found.items() if key[0] not in refused for p in one.points]
 
     def _one(self, method: str, shape: Shape, before: tuple[float, ...]) -> _Taken:
         """A method on a shape; on some without compiled kernels too, as what they do not take in whole is decoded."""

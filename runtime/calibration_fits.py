@@ -60,7 +60,9 @@ def ops_of(device: HardwareProfile, point: Point, dtype: str) -> tuple[Op, ...]:
     found = phase_ops(Case(spec, device, kvsim.parse_method(str(w["method"])), work), phase)  # type: ignore[arg-type]
     if name == REST:  # a layer alone has no norms: this is the plain writing of rows
         found = [op for op in found if op.keys and op.keys[0][0].startswith("full ")]
-    last: dict[str, Op] = {op.kind: op for op in found if op.name == name and np.all(np.asarray(op.count) > 0)}
+    # what is beside a part stands for it where it was not measured, which it is being
+    mine = [op for op in found if op.name == name and not op.beside and np.all(np.asarray(op.count) > 0)]
+    last: dict[str, Op] = {op.kind: op for op in mine}
     return tuple(last.values())
 
 
@@ -144,7 +146,8 @@ def _without_known(device: HardwareProfile, samples: list[Sample], key: str) -> 
     for s in samples:
         others = tuple((name, share) for name, share in s.op.keys if name != key)
         took = sum(float(t.seconds) for t in op_seconds(device, replace(s.op, keys=others, only_known=True)))
-        found.append(replace(s, seconds=s.seconds - took, paid=s.paid + took))
+        share = float(dict(s.op.keys)[key])
+        found.append(replace(s, seconds=(s.seconds - took) / share, paid=(s.paid + took) / share))
     return found
 
 

@@ -16,13 +16,20 @@ PROMPTS = (Shape(1, 3, 3, 64, 256), Shape(1, 3, 3, 64, 1024), Shape(1, 8, 4, 128
 FORMATS = ("int(bits=8)", "int(bits=4)", "int(bits=2)", "int(bits=3)", "float8(kind=e4m3,scale=none)", "q8_0", "q4_0",
            "q5_0", "iq4_nl", "kmeans(bits=4)", "log(bits=4)", "rotated(bits=2)", "rotated(bits=3)", "nvfp4",
            "mxfp(bits=4)", "mxfp(bits=8)", "mixed")
-POLICIES = ("snapkv(budget=0.5)", "topk(budget=0.5)", "pages(size=16,top=256)", "stride", "tiers", "multiscale",
+TAILED = ("int(bits=4,axis=channel)", "int(bits=2,residual=64)")
+"""Formats that hold the newest rows as they are and write blocks of them."""
+POLICIES = ("snapkv(budget=0.5)", "topk(budget=0.5)", "pages(size=16,top=256)", "pages(size=64,top=384)", "stride",
+            "tiers", "multiscale",
             "window(sinks=4,recent=252)", "h2o(budget=0.5)", "tova(budget=0.5)", "scissorhands(budget=0.5)",
             "ada(budget=0.5)", "pyramid(budget=0.5)", "hierarchy", "lsh_merge", "modal(segments=image32x32-text)")
 BASES = ("svd(rank=32)", "random_projection(rank=32)", "online_svd(rank=16)", "tucker", "nmf(rank=16)")
 CORRECTED = ("int(bits=4)+outliers(fraction=0.02)", "int(bits=4)+lowrank(rank=4)")
-PLAIN_POLICIES = ("snapkv", "topk")
-"""Policies that add nothing to attention: what they show is the kernel on full-precision rows, fewer of them."""
+LEAVING = tuple(f"{policy} | int(bits={bits})" for policy in ("tova(budget=0.5)", "window(sinks=4,recent=252)")
+                for bits in (4, 8))
+"""Policies that take rows out of packed ones, chosen and by position."""
+PLAIN_POLICIES = ("snapkv", "topk", "ada")
+"""Policies that add nothing to attention: what they show is the kernel on full-precision rows, fewer of them, and with
+`ada` one store after another."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ MATRICES = ((192, 576), (576, 576), (1536, 576), (576, 1536), (2048, 2048), (563
 GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (1, 14336, 4096), (64, 14336, 4096))
 """What fills a GPU, whose peak small products do not show."""
 FULL = Plan(
-    (("full", 8), *((f, 8) for f in FORMATS), *((p, 6) for p in POLICIES), *((b, 5) for b in BASES),
+    (("full", 8), *((f, 7) for f in FORMATS), *((m, 3) for m in (*TAILED, *LEAVING)),
+     *((p, 5) for p in POLICIES), *((b, 5) for b in BASES),
      *((c, 4) for c in CORRECTED)),
     _products((1, 2, 4, 8, 32, 128, 512, 2048), MATRICES, 2.5e9),
     PROMPTS,

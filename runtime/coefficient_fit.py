@@ -24,6 +24,7 @@ ROUNDS = 6
 """Reweighted least squares towards least absolute deviations: one disturbed point must not bend the rest."""
 LEAST_SHARE, MOST_SHARE = 0.011, 1.0
 LEAST_FLOPS, MOST_FLOPS = 2e-4, 1.2
+LEAST_AGAIN_S = 1e-6
 FREE = 9e5
 SLOTS = 0.25
 """Blocks of unfused kernels are cut finely: no unit waits for another."""
@@ -103,8 +104,12 @@ def _columns(device: HardwareProfile, base: Coefficient, samples: Sequence[Sampl
         return np.array([float(getattr(w, name)) for w in works]) * pieces
 
     stream, peak = 1.0 / device.bandwidth_bytes_per_s, 1.0 / unit_of(device, "bf16")
-    found = {"t0_s": (pieces, 0.0, 9e-3), "bytes": (all_of("bytes_moved"), stream / MOST_SHARE, stream / LEAST_SHARE),
+    found = {"t0_s": (pieces, 0.0, 9e-3), "again_s": (0.0 * pieces, 0.0, 9e-3),
+             "bytes": (all_of("bytes_moved"), stream / MOST_SHARE, stream / LEAST_SHARE),
              "flops": (all_of("flops"), peak / MOST_FLOPS, peak / LEAST_FLOPS)}
+    if base.op == "decode" and not base.kernel.endswith(PART):
+        # the first store finds cold code, the others what it left
+        found["t0_s"], found["again_s"] = (np.ones(len(pieces)), 0.0, 9e-3), (pieces - 1.0, LEAST_AGAIN_S, 9e-3)
     if base.op == "decode" and not gathers:
         # values, bytes and flops are nearly the same thing thrice: conversion is what differs, the rest has its floor
         for name in ("bytes", "flops"):
@@ -144,7 +149,7 @@ def _fit(device: HardwareProfile, base: Coefficient, samples: Sequence[Sample], 
 def _priced(device: HardwareProfile, base: Coefficient, prices: dict[str, float]) -> Coefficient:
     stream, peak = device.bandwidth_bytes_per_s, unit_of(device, "bf16")
     more: dict[str, Any] = {"power": 1.0, "slots": SLOTS, "max_splits": 256.0}
-    more["t0_s"] = float(prices.get("t0_s", 0.0))
+    more["t0_s"], more["again_s"] = float(prices.get("t0_s", 0.0)), float(prices.get("again_s", 0.0))
     more["bandwidth_share"] = 1.0 / max(prices.get("bytes", 0.0) * stream, 1.0 / MOST_SHARE)
     more["flops_share"] = 1.0 / max(prices.get("flops", 0.0) * peak, 1.0 / MOST_FLOPS)
     more["step_s"] = float(prices.get("step_s", 0.0))

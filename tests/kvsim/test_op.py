@@ -64,6 +64,44 @@ def test_what_two_names_have_in_common_counts_once():
     assert all(share > 0 for key, share in op.keys if key != "full append")
 
 
+def test_stores_after_the_first_find_warm_code():
+    # 1 us each for the bytes; launches of 10 us, 4 us for each further of three stores: 10 + 2 * 4 + 3 * 1
+    op = replace(READ, bytes=3e4, flops=0.0, elements=0.0, formats=(("fp32", "none"),), pieces=3)
+    assert seconds(op, row("decode", "*/fused", "fp32", t0_s=1e-5)) == pytest.approx([33e-6])
+    assert seconds(op, row("decode", "*/fused", "fp32", t0_s=1e-5, again_s=4e-6)) == pytest.approx([21e-6])
+    assert seconds(replace(op, pieces=1), row("decode", "*/fused", "fp32", t0_s=1e-5, again_s=4e-6)) == pytest.approx(
+        [13e-6])
+
+
+def names(method, prompt=400, new=0):
+    model = kvsim.ModelSpec.from_numbers(layers=1, n_heads=2, n_kv_heads=2, head_dim=64)
+    case = kvsim.Case(model, DEVICE, kvsim.parse_method(method), kvsim.Workload(1, prompt, new))
+    return {key: share for op in phase_ops(case, "decode") for key, share in op.keys}
+
+
+def test_rows_that_wait_and_rows_that_leave_have_names_of_their_own():
+    assert "int4 append" in names("int(bits=4)")
+    assert "int4 tail append" in names("int(bits=4,residual=32)")
+    assert names("k:int(bits=4,axis=channel) v:int(bits=8)")["int4 tail append"] == 0.5
+    # of four rows that come three leave; plain rows are the policy's own work
+    assert {"tova step": 1.0, "int4 leave": 0.75, "int4 moved append": 0.75}.items() <= names(
+        "tova(budget=0.25) | int(bits=4)").items()
+    assert "int4 leave" not in names("tova(budget=0.25)")
+    # nothing leaves a window that is not full, one row at each step one that is
+    assert names("window(sinks=4,recent=196) | int(bits=8)")["int8 expire"] == 1.0
+    assert "int8 moved append" not in names("window(sinks=4,recent=996) | int(bits=8)")
+
+
+def test_rows_leave_a_format_nobody_measured_as_they_leave_its_kin():
+    leave = [row("elementwise", "*/part", f"{f} leave", t0_s=t) for f, t in (("int4", 4e-6), ("int8", 8e-6))]
+    tails = [row("elementwise", "*/part", f"{f} append", t0_s=t) for f, t in (("int4", 1e-6), ("int2 tail", 2e-6))]
+    op = Op("x", "elementwise", keys=(("int5 leave", 1.0), ("q8_0 leave", 0.5)), only_known=True)
+    assert seconds(op, *leave, ANY) == pytest.approx([4e-6, 2e-6])
+    assert seconds(replace(op, keys=(("int4 tail append", 1.0),)), *tails, ANY) == pytest.approx([2e-6])
+    assert seconds(replace(op, keys=(("int4 tail append", 1.0),)), tails[0], ANY) == pytest.approx([1e-6])
+    assert seconds(replace(op, keys=(("int4 append", 1.0), ("int4 moved append", 1.0))), tails[0], ANY) == [1e-6]
+
+
 def test_work_that_only_an_own_runtime_does_costs_nothing_elsewhere():
     op = Op("x", "elementwise", keys=(("drop", 1.0),), copied=1e6, only_known=True)
     assert seconds(op, ANY) == []

@@ -9,6 +9,7 @@ import kvsim
 from kvsim.coefficients import Coefficient
 from kvsim.cost import kernel_time
 from kvsim.op import Op, kernel_work
+from runtime.calibration_fits import _without_known
 from runtime.coefficient_fit import Sample, fitted, left_out, predicted, studentized
 
 DEVICE = replace(kvsim.load_device("epyc-9654"), units=2, clock_hz=2e9, bandwidth_bytes_per_s=2e10,
@@ -76,6 +77,16 @@ def test_errors_are_neither_those_of_points_seen_nor_of_points_left_out():
     found = studentized(np.array([-1.0, -1.0, 2.0]), np.array([-1.5, -1.5, 3.0]))
     assert found == pytest.approx([-1.2247, -1.2247, 2.4495], abs=1e-4)
     assert studentized(np.array([0.1]), np.array([-0.5, 0.5])) == pytest.approx([-0.5, 0.5])  # too few to say
+
+
+def test_what_is_left_out_of_a_part_is_what_it_costs_whole():
+    known = replace(BASE, op="elementwise", kernel="*/part", format="tova step", t0_s=1e-4)
+    device = replace(DEVICE, own_coefficients=(known,))
+    op = Op("tova step", "elementwise", keys=(("tova step", 1.0), ("int4 leave", 0.5)))
+    # 300 us, of which 100 are known; the rest is half of what leaving costs
+    (one,) = _without_known(device, [Sample(op, 3e-4)], "int4 leave")
+    assert one.seconds == pytest.approx(4e-4)
+    assert one.paid == pytest.approx(2e-4)
 
 
 def test_stores_that_are_walked_one_by_one_are_fitted_as_such():

@@ -177,12 +177,15 @@ def test_the_command_saves_its_record(here, tmp_path, monkeypatch):
 
 def test_a_machine_slower_than_at_its_best_is_told_by_a_read_a_product_and_a_step():
     pace = Pace(torch.device("cpu"), known=4.0)
-    times = iter([2.0, 4.0, 5.0, 1.0, 6.0, 4.0, 3.0, 4.0, 2.0, 1.0, 4.0, 3.0])
+    times = iter([2.0, 4.0, 5.0, 1.0, 6.0, 4.0, 3.0, 4.0, 2.0])
     pace.bench.time = lambda work, cold: replace(summary([1.0], [0]), seconds=next(times))
-    # the step took 4 when calibrated; then the read is faster, the product 6 / 4; then the read takes 3 of 1; at last
-    # the step takes 3 of 2
-    assert [pace.now() for _ in range(4)] == [1.25, 1.5, 3.0, 1.5]
-    assert pace.step_s == 2.0
+    # the step took 4 when calibrated, now 5
+    assert pace.now() == 1.25
+    # quarters of 4 and 6, of 2 and 1, of 5 and 4: 4.5, 1.25, 4 as calibrated; the product took 6
+    assert pace.now() == pytest.approx(6 / 4.5)
+    # a quarter of 2, 1, 3 is 1.5: the read took twice that
+    assert pace.now() == pytest.approx(2.0)
+    assert pace.step_s == pytest.approx(3.0)  # of 5, 4, 2
 
 
 def test_disturbed_cells_are_taken_again_while_runs_are_spare(here, monkeypatch):
