@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 """Chunks of tokens, which threads take one by one, are multiples of it."""
+AT_ONCE = 4
+"""Query heads of a KV head that are handled together; more of them read the rows again."""
 TASKS = 8
 """Tasks a thread at least, where there are rows enough."""
 ALONE = 16_384
@@ -113,7 +115,7 @@ def _attended(store: Store, q: Tensor, rule: Rule, spans: Spans | None, plans: P
     problem = CProblem(k=k, v=v, q=q.data_ptr(), out=out.data_ptr(),
                        type=TYPES[q.dtype], batch=batch, heads=heads, queries=query_heads // heads, rows=rows,
                        scaling=rule.scaling, softcap=rule.softcap, sinks=0 if sinks is None else sinks.data_ptr(),
-                       chunk=_chunk(batch * heads, rows, threads), threads=threads)
+                       chunk=_chunk(batch * heads, rows, threads, query_heads // heads), threads=threads)
     if spans is not None:
         problem.spans, problem.span_at = spans[0].data_ptr(), spans[1].data_ptr()
     found.attend(ctypes.addressof(problem))
@@ -121,10 +123,11 @@ def _attended(store: Store, q: Tensor, rule: Rule, spans: Spans | None, plans: P
     return out
 
 
-def _chunk(pairs: int, rows: int, threads: int) -> int:
-    """Tokens of a task: many enough to share out, few enough to stay in a core's cache for more query heads."""
+def _chunk(pairs: int, rows: int, threads: int, queries: int) -> int:
+    """Tokens of a task: many enough to share out, few enough to stay in a core's cache where rows are read again."""
     wanted = rows * pairs // (threads * TASKS) if threads > 1 else rows
-    return max(CHUNK, min(8 * CHUNK, -(-wanted // CHUNK) * CHUNK))
+    most = (32 if queries <= AT_ONCE else 8) * CHUNK
+    return max(CHUNK, min(most, -(-wanted // CHUNK) * CHUNK))
 
 
 def _plans(store: Store) -> Plans | str:

@@ -30,7 +30,7 @@ class CSide(ctypes.Structure):
 
     _fields_ = [(n, WORD) for n in ("form", "bits", "width", "group", "unit", "symmetric", "scale_type", "row_type",
                                     "dots", "rows", "table", "table_head", "table_channel", "lows", "parts_count",
-                                    "parts")]
+                                    "parts", "groups")]
 
 
 class CProblem(ctypes.Structure):
@@ -49,6 +49,7 @@ class Reading:
 
     def __init__(self, side: Side, plan: Plan) -> None:
         width = side.twins.inner.place.width
+        group = plan.group or width
         self.plan, self.spare = plan, max(1, _pieces(side.rest))
         self.buffers = [side.encoded[n] for n in plan.names if n in side.encoded]
         self.versions = [b.version for b in self.buffers]
@@ -59,9 +60,9 @@ class Reading:
         parts = list(self.held)
         self.encoded, self.rest = parts[: len(encoded)], parts[len(encoded) :]
         self.first, self.room = (encoded[-1].start, ends[0][-1]) if encoded else (0, 0)
-        self.side = CSide(form=plan.form, bits=plan.bits, width=width, group=plan.group or width, unit=plan.unit,
+        self.side = CSide(form=plan.form, bits=plan.bits, width=width, group=group, unit=plan.unit,
                           symmetric=plan.symmetric, scale_type=plan.scale_type, row_type=TYPES[side.setting.dtype],
-                          dots=plan.dots, lows=plan.lows, parts=ctypes.addressof(self.held))
+                          dots=plan.dots, lows=plan.lows, parts=ctypes.addressof(self.held), groups=-(-width // group))
 
     def stands(self, side: Side, plan: Plan) -> bool:
         """Whether the chunks are still those, and filled as far."""

@@ -128,7 +128,7 @@ def test_a_sliding_layer(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [16, 10, 64])
-@pytest.mark.parametrize("chain", ["int(bits=4)", "full", "kivi-4"])
+@pytest.mark.parametrize("chain", ["int(bits=4)", "full", "kivi-4", "int(bits=4,axis=channel,group=32)"])
 def test_selected_pages_without_gathering(size, chain, monkeypatch):
     for prompt, batch in ((700, 1), (333, 2)):
         store = filled(f"pages(size={size},top=0.3,dense_layers=0) | {chain}", prompt, 1, batch=batch)

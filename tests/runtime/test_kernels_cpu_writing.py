@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsim.errors import KvsimError
-from runtime.buffers import Paged
+from runtime.buffers import Paged, Tail
 from runtime.kernels import load
 from runtime.kernels.tiled import TiledPaged
 from tests.runtime.kernel_stores import filled, needs_kernels
@@ -55,6 +55,41 @@ def test_interleaved_rows_are_plain_rows(data):
             tiled.shape, tiled.nbytes, tiled.allocated, tiled.capacity)
         low = data.draw(st.integers(0, plain.rows))
         assert torch.equal(plain.read(low, low + 20), tiled.read(low, low + 20))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.sampled_from(["one", "two", "apart", "front", "cut", "keep", "put", "picked", "look"]), max_size=12))
+def test_a_row_that_is_lent_is_a_row(changes):
+    plain, tail = (kind(torch.zeros(2, 3, 0, 4), 8) for kind in (Paged, Tail))
+    for i, change in enumerate(changes):
+        rows = plain.rows
+        if change in ("one", "two"):
+            x = torch.rand(2, 3, 1 if change == "one" else 2, 4)
+        elif change == "apart":  # sequences lie further apart than heads do: such a row is copied
+            x = torch.rand(2, 9, 1, 4)[:, :3]
+        elif change == "keep" and rows:
+            x = torch.arange(rows).expand(2, 3, rows)[:, :, i % rows :]
+        else:
+            x = torch.full((2, 3, 1, 4), float(i))
+        for each in (plain, tail):
+            if change in ("one", "two", "apart"):
+                each.append(x)
+            elif change == "front":
+                each.drop_front(min(1, rows))
+            elif change == "cut":
+                each.truncate(max(0, rows - 1))
+            elif change == "keep" and rows:
+                each.keep(x)
+            elif change == "put" and rows:
+                each.put(torch.zeros(2, 3, 1, dtype=torch.int64), x)
+        if change == "picked":
+            plain, tail = (each.picked(torch.tensor([1, 0])) for each in (plain, tail))
+        if change == "look":
+            assert plain.allocated == tail.allocated
+        assert (plain.shape, plain.nbytes) == (tail.shape, tail.nbytes)
+        assert torch.equal(plain.read(), tail.read())
+    assert (plain.allocated, plain.capacity) == (tail.allocated, tail.capacity)
+    assert torch.equal(plain.read(), tail.read())
 
 
 @needs_kernels

@@ -15,29 +15,45 @@ struct Task {
   float* partial;  // [queries][2 + values' width]: largest logit, sum of weights, sums of values
 };
 
-// Weights of the block's tokens [low, high) from their logits, in place; returns the largest logit seen so far.
-float soften(const Problem& p, float* scores, int64_t low, int64_t high, float before, float* sum, float* peak) {
-  for (int64_t t = 0; t < low; t++) scores[t] = kNone;
+// Weights of the block's tokens [low, high) of Q queries from their logits, in place. largest: the largest logit so far,
+// brought up to date; alpha: what this makes of weights before; sum: of the weights; peak: the largest of them.
+template <int Q>
+void soften(const Problem& p, float* scores, int64_t low, int64_t high, float* largest, float* alpha, float* sum, float* peak) {
   const int64_t end = (high + TILE - 1) / TILE * TILE;
-  for (int64_t t = high; t < end; t++) scores[t] = kNone;
-  if (p.softcap > 0.0f) {
-    const Vec cap(p.softcap), inverse(1.0f / p.softcap);
-    for (int64_t t = 0; t < end; t += N) ((Vec::loadu(scores + t) * inverse).tanh() * cap).store(scores + t);
-    for (int64_t t = 0; t < low; t++) scores[t] = kNone;
-    for (int64_t t = high; t < end; t++) scores[t] = kNone;
+  auto hide = [&](float* row) {
+    for (int64_t t = 0; t < low; t++) row[t] = kNone;
+    for (int64_t t = high; t < end; t++) row[t] = kNone;
+  };
+  const Vec cap(p.softcap), inverse(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f);
+  for (int j = 0; j < Q; j++) {
+    float* row = scores + j * BLOCK;
+    hide(row);
+    if (p.softcap > 0.0f) {
+      for (int64_t t = 0; t < end; t += N) ((Vec::loadu(row + t) * inverse).tanh() * cap).store(row + t);
+      hide(row);
+    }
   }
-  Vec most = Vec::loadu(scores);
-  for (int64_t t = N; t < end; t += N) most = larger(most, Vec::loadu(scores + t));
-  const float here = max_of(most), largest = std::max(before, here);
-  Vec total(0.0f);
-  for (int64_t t = 0; t < end; t += N) {
-    const Vec w = (Vec::loadu(scores + t) - Vec(largest)).exp_u20();
-    w.store(scores + t);
-    total = total + w;
-  }
-  *sum = sum_of(total);
-  *peak = std::exp(here - largest);
-  return largest;
+  alignas(64) float below[N] = {};
+  each<Q>([&](auto j) KV_LAMBDA {
+    Vec most = Vec::loadu(scores + j * BLOCK);
+    for (int64_t t = N; t < end; t += N) most = larger(most, Vec::loadu(scores + j * BLOCK + t));
+    const float here = max_of(most), before = largest[j];
+    largest[j] = std::max(before, here);
+    below[j] = here - largest[j];
+    alpha[j] = largest[j] > before && before > kNone ? std::exp(before - largest[j]) : 1.0f;
+  });
+  each<Q>([&](auto j) KV_LAMBDA {
+    Vec total(0.0f);
+    const Vec most(largest[j]);
+    for (int64_t t = 0; t < end; t += N) {
+      const Vec w = (Vec::loadu(scores + j * BLOCK + t) - most).exp_u20();
+      w.store(scores + j * BLOCK + t);
+      total = total + w;
+    }
+    sum[j] = sum_of(total);
+  });
+  Vec::loadu(below).exp_u20().store(below);
+  for (int j = 0; j < Q; j++) peak[j] = below[j];
 }
 
 template <int Q, int NP>
@@ -54,7 +70,7 @@ void run(const Problem& p, const Task& task, int64_t first) {
   Keys<Q, NP> keys(*p.k, q, wide, at);
   Values<Q, NP> values(*p.v, deep, at + (Keys<Q, NP>::floats(*p.k, wide) + 15) / 16 * 16);
   values.clear();
-  float largest[Q], total[Q], peak[Q];
+  float largest[Q], total[Q], alpha[Q], sum[Q], peak[Q];
   for (int j = 0; j < Q; j++) largest[j] = kNone, total[j] = 0.0f;
 
   const int64_t whole[2] = {0, p.rows};
@@ -69,16 +85,10 @@ void run(const Problem& p, const Task& task, int64_t first) {
         const int64_t from = std::max(t, part.start), to = std::min(end, part.start + part.rows);
         if (from < to) keys.score(part, head_of(*p.k, part, task.bh, p.heads), from - part.start, to - part.start, scores + from - t);
       }
+      soften<Q>(p, scores, std::max<int64_t>(start - t, 0), end - t, largest, alpha, sum, peak);
       for (int j = 0; j < Q; j++) {
-        float sum;
-        const float before = largest[j];
-        largest[j] = soften(p, scores + j * BLOCK, std::max<int64_t>(start - t, 0), end - t, before, &sum, peak + j);
-        if (largest[j] > before && before > kNone) {
-          const float alpha = std::exp(before - largest[j]);
-          total[j] *= alpha;
-          values.rescale(j, alpha);
-        }
-        total[j] += sum;
+        if (alpha[j] != 1.0f) values.rescale(j, alpha[j]);
+        total[j] = total[j] * alpha[j] + sum[j];
       }
       for (int64_t n = 0; n < p.v->parts_count; n++) {
         const Part& part = p.v->parts[n];

@@ -68,8 +68,7 @@ struct Side {
   int64_t lows;                   // gguf: whether blocks hold a minimum
   int64_t parts_count;
   const Part* parts;
-
-  int64_t groups() const { return (width + group - 1) / group; }
+  int64_t groups;  // of channels that share a scale
 };
 
 struct Problem {

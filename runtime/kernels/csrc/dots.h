@@ -3,6 +3,8 @@
 // Floats become sums of signed bytes ("digits"): x = unit * (d0 + 256 d1 + 65536 d2), exact to 2^-23 of the largest one,
 // so that three byte products replace one of floats, without conversions. Two digits (2^-15) serve bf16 and fp16 models.
 #pragma once
+#include <array>
+
 #include "lanes.h"
 
 #if KV_DOTS
@@ -10,7 +12,10 @@ namespace kv {
 
 constexpr int QUADS = BLOCK / 4;
 constexpr int AHEAD = 4;    // tiles of keys that are fetched before they are needed
-constexpr int WORDS = 128;  // words of a query: rows of up to 512 channels
+constexpr int WORDS = 512;  // words of a query: those of 512 channels, three digits of each and one place left free
+
+// Where word x of a digit is: the digits of 16 values lie side by side.
+KV_INLINE int64_t word_at(int64_t x, int digit) { return x / 4 * 16 + digit * 4 + x % 4; }
 
 template <int NP>
 struct Digits {
@@ -18,13 +23,23 @@ struct Digits {
   // a little below what the digits reach: rounding must not carry beyond the last one
   static constexpr float limit = NP == 3 ? 8355000.0f : 32600.0f;
 
-  // The digits of 16 values already divided by their unit, 16 bytes each.
-  static KV_INLINE void split(__m512 scaled, __m128i (&out)[NP]) {
+  // The digits of 16 values already divided by their unit, as words [digit][4] of four neighbours; 16 words are written.
+  static KV_INLINE void split(__m512 scaled, int32_t* to) {
     const __m512i plus = _mm512_set1_epi32(bias);
     const __m512i all = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), plus), plus);
-    out[0] = _mm512_cvtepi32_epi8(all);
-    out[1] = _mm512_cvtepi32_epi8(_mm512_srli_epi32(all, 8));
-    if constexpr (NP == 3) out[2] = _mm512_cvtepi32_epi8(_mm512_srli_epi32(all, 16));
+#if defined(__AVX512VBMI__)
+    alignas(64) static constexpr auto places = places_of();
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi8(_mm512_load_si512(places.data()), all));
+#else
+    KV_UNROLL for (int k = 0; k < NP; k++)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 4 * k), _mm512_cvtepi32_epi8(_mm512_srli_epi32(all, 8 * k)));
+#endif
+  }
+
+  static constexpr std::array<uint8_t, 64> places_of() {
+    std::array<uint8_t, 64> found{};
+    for (int i = 0; i < 64; i++) found[i] = static_cast<uint8_t>(i % 16 * 4 + i / 16);
+    return found;
   }
 
   static KV_INLINE __m512 join(const __m512i* acc) {
@@ -52,7 +67,7 @@ KV_INLINE __m512i codes_of(__m512i x, int set) {
 
 // -- keys: lanes are tokens, a word is four neighbouring bytes of a row ------------------------------------------------
 
-// Digits of Q queries [Q][stride] as words [Q][NP][word * sets + set]; unit: [Q].
+// Digits of Q queries [Q][stride] as words [Q][word_at(word * sets + set, digit)]; unit: [Q].
 template <int NP, int Q>
 void split_queries(const Side& s, const float* q, int64_t stride, int32_t* words, float* unit) {
   const int per = 8 / s.bits;
@@ -62,6 +77,7 @@ void split_queries(const Side& s, const float* q, int64_t stride, int32_t* words
   const bool blocks = s.form == kGguf;
   const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(orders[blocks || per == 1 ? 0 : per / 2]));
   const bool halves = blocks && s.bits == 4;
+  alignas(16) int32_t pairs[2][NP][4];
   for (int j = 0; j < Q; j++) {
     __m512 peak = _mm512_setzero_ps();
     for (int64_t c = 0; c < s.width; c += 16) {
@@ -73,20 +89,17 @@ void split_queries(const Side& s, const float* q, int64_t stride, int32_t* words
     const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? Digits<NP>::limit / largest : 0.0f);
     for (int64_t c = 0; c < s.width; c += 16) {
       const __mmask16 m = s.width - c >= 16 ? 0xffff : (1u << (s.width - c)) - 1;
-      __m128i digits[NP];
-      Digits<NP>::split(_mm512_mul_ps(_mm512_maskz_loadu_ps(m, q + j * stride + c), inverse), digits);
+      int32_t* to = words + j * WORDS + c;
+      Digits<NP>::split(_mm512_mul_ps(_mm512_maskz_loadu_ps(m, q + j * stride + c), inverse), to);
       KV_UNROLL for (int k = 0; k < NP; k++) {
-        int32_t* to = words + (j * NP + k) * WORDS;
-        const __m128i four = _mm_shuffle_epi8(digits[k], order);
-        if (!halves) {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + c / 4), four);
-          continue;
-        }
-        // ggml's 4-bit blocks pair value i with i + 16: each half of a block is every second word
-        alignas(16) int32_t each[4];
-        _mm_store_si128(reinterpret_cast<__m128i*>(each), four);
-        for (int i = 0; i < 4; i++) to[c / 32 * 8 + c / 16 % 2 + 2 * i] = each[i];
+        const __m128i four = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<__m128i*>(to + 4 * k)), order);
+        if (!halves) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 4 * k), four);
+        else _mm_storeu_si128(reinterpret_cast<__m128i*>(pairs[c / 16 % 2][k]), four);
       }
+      if (!halves || c / 16 % 2 == 0) continue;
+      // ggml's 4-bit blocks pair value i with i + 16: each half of a block is every second word
+      for (int k = 0; k < NP; k++)
+        for (int i = 0; i < 8; i++) words[j * WORDS + word_at((c - 16) / 4 + i, k)] = pairs[i % 2][k][i / 2];
     }
   }
 }
@@ -101,10 +114,10 @@ KV_INLINE __m512i word_of(const uint8_t* p) {
   return _mm512_permutexvar_epi16(even, x);
 }
 
-// Products of T tiles with the words [first, first + count) of a group, as floats in units.
+// Products of T tiles with `count` words of a group, those of queries from `first` on, as floats in units.
 template <int NP, int Q, int T, int BITS, bool HALVES>
-KV_INLINE void word_products(const uint8_t* p, int64_t tile_bytes, int64_t count, const int32_t* words, __m512i flip,
-                             __m512 (&out)[T][Q]) {
+KV_INLINE void word_products(const uint8_t* p, int64_t tile_bytes, int64_t first, int64_t count, const int32_t* words,
+                             __m512i flip, __m512 (&out)[T][Q]) {
   constexpr int SETS = 8 / BITS;
   __m512i acc[T * Q * NP];
   each<T * Q * NP>([&](auto i) KV_LAMBDA { acc[i] = _mm512_setzero_si512(); });
@@ -119,8 +132,9 @@ KV_INLINE void word_products(const uint8_t* p, int64_t tile_bytes, int64_t count
     each<SETS>([&](auto set) KV_LAMBDA {
       __m512i y[T];
       each<T>([&](auto n) KV_LAMBDA { y[n] = codes_of<BITS>(x[n], set); });
+      const int32_t* four_of = words + word_at(first + w * SETS + set, 0);
       each<Q * NP>([&](auto i) KV_LAMBDA {
-        const int32_t* four = words + i * WORDS + w * SETS + set;
+        const int32_t* four = four_of + i / NP * WORDS + i % NP * 4;
         each<T>([&](auto n) KV_LAMBDA { add_products(acc[n * Q * NP + i], y[n], four); });
       });
     });
@@ -132,7 +146,7 @@ KV_INLINE void word_products(const uint8_t* p, int64_t tile_bytes, int64_t count
 template <int NP, int Q, int T, int BITS, bool HALVES>
 KV_INLINE void dot_tiles(const Side& s, const Head& h, int64_t tile, const int32_t* words, const float* unit,
                          const float* sums, const float* constant, float* scores) {
-  const int64_t groups = constant ? 1 : s.groups(), bytes = row_bytes(s) * TILE;
+  const int64_t groups = constant ? 1 : s.groups, bytes = row_bytes(s) * TILE;
   const int64_t span = constant ? s.width : s.group;
   const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
   const uint8_t* at = h.data + tile * bytes;
@@ -141,7 +155,7 @@ KV_INLINE void dot_tiles(const Side& s, const Head& h, int64_t tile, const int32
     const int64_t first = g * span, here = std::min(span, s.width - first), count = here * BITS / 32;
     const int64_t offset = HALVES ? (g * gguf_bytes(s) + 2 + 2 * s.lows) * TILE : first * BITS / 32 * 64;
     __m512 out[T][Q];
-    word_products<NP, Q, T, BITS, HALVES>(at + offset, bytes, count, words + first / 4, flip, out);
+    word_products<NP, Q, T, BITS, HALVES>(at + offset, bytes, first / 4, count, words, flip, out);
     KV_UNROLL for (int n = 0; n < T; n++) {
       if (!constant) tile_scales(s, h, tile + n, g, scale, low);
       KV_UNROLL for (int j = 0; j < Q; j++) {
@@ -195,14 +209,14 @@ KV_INLINE int64_t group_bytes(const Side& s, int64_t g) {
 
 KV_INLINE int64_t strips_of(const Side& s) {
   int64_t found = 0;
-  for (int64_t g = 0; g < s.groups(); g++) found += (group_bytes(s, g) + 15) / 16;
+  for (int64_t g = 0; g < s.groups; g++) found += (group_bytes(s, g) + 15) / 16;
   return found;
 }
 
 // The channel of each place [strip][set][16] of the sums, -1 where there is none.
 inline void channels_of(const Side& s, int32_t* channel) {
   const int64_t sets = 8 / s.bits;
-  for (int64_t g = 0; g < s.groups(); g++)
+  for (int64_t g = 0; g < s.groups; g++)
     for (int64_t b = 0; b < group_bytes(s, g); b += 16)
       for (int64_t set = 0; set < sets; set++)
         for (int64_t i = 0; i < 16; i++) {
@@ -212,23 +226,25 @@ inline void channels_of(const Side& s, int32_t* channel) {
         }
 }
 
-// Digits of weights[q][t] * scale[t] (scale null: 1) as words [q][NP][QUADS] of four tokens; unit: [Q]; peak: [Q].
+// Digits of weights[q][t] * scale[t] (scale null: 1) as words [q][word_at(quad, digit)] of four tokens; unit: [Q];
+// peak: [Q]. Where `low` is given, lows[q * step] += the sum of weights times it.
 template <int NP, int Q>
-void split_weights(const float* weights, const float* scale, float largest, const float* peak, int64_t tiles,
-                   int32_t* words, float* unit) {
-  for (int j = 0; j < Q; j++) {
+void split_weights(const float* weights, const float* scale, const float* low, float largest, const float* peak,
+                   int64_t tiles, int32_t* words, float* unit, float* lows, int64_t step) {
+  each<Q>([&](auto j) KV_LAMBDA {
     const float most = peak[j] * largest;
     unit[j] = most / Digits<NP>::limit;
     const __m512 inverse = _mm512_set1_ps(most > 1e-30f ? Digits<NP>::limit / most : 0.0f);
+    __m512 sum = _mm512_setzero_ps();
     for (int64_t n = 0; n < tiles; n++) {
-      __m512 w = _mm512_mul_ps(_mm512_loadu_ps(weights + j * BLOCK + n * TILE), inverse);
-      if (scale) w = _mm512_mul_ps(w, _mm512_loadu_ps(scale + n * TILE));
-      __m128i digits[NP];
-      Digits<NP>::split(w, digits);
-      KV_UNROLL for (int k = 0; k < NP; k++)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(words + (j * NP + k) * QUADS + n * 4), digits[k]);
+      const __m512 w = _mm512_loadu_ps(weights + j * BLOCK + n * TILE);
+      __m512 x = _mm512_mul_ps(w, inverse);
+      if (scale) x = _mm512_mul_ps(x, _mm512_loadu_ps(scale + n * TILE));
+      if (low) sum = _mm512_fmadd_ps(w, _mm512_loadu_ps(low + n * TILE), sum);
+      Digits<NP>::split(x, words + j * BLOCK + n * 16);
     }
-  }
+    if (low) lows[j * step] += _mm512_reduce_add_ps(sum);
+  });
 }
 
 // out[set][16] of query j += the strip's values times weights; factor, least: null or those of channels [set][16].
@@ -240,14 +256,17 @@ KV_INLINE void strip_values(const uint8_t* p, int64_t quad_bytes, int64_t first,
   for (int set = 0; set < SETS; set += S) {
     __m512i acc[S * Q * NP];
     each<S * Q * NP>([&](auto i) KV_LAMBDA { acc[i] = _mm512_setzero_si512(); });
-    for (int64_t f = first; f < first + quads; f++) {
-      const __m512i x = _mm512_xor_si512(_mm512_maskz_loadu_epi32(lanes, p + f * quad_bytes), flip);
-      if (!set) _mm_prefetch(next + (f - first) * 64, _MM_HINT_T1);
-      __m512i y[S];
-      each<S>([&](auto i) KV_LAMBDA { y[i] = codes_of<BITS>(x, set + i); });
-      each<Q * NP>([&](auto i) KV_LAMBDA {
-        const int32_t* four = words + i * QUADS + f;
-        each<S>([&](auto k) KV_LAMBDA { add_products(acc[k * Q * NP + i], y[k], four); });
+    for (int64_t n = first / 4; n < (first + quads) / 4; n++) {
+      const int32_t* tile = words + n * 16;
+      each<4>([&](auto f) KV_LAMBDA {
+        const __m512i x = _mm512_xor_si512(_mm512_maskz_loadu_epi32(lanes, p + (n * 4 + f) * quad_bytes), flip);
+        if (!set) _mm_prefetch(next + (n * 4 + f - first) * 64, _MM_HINT_T1);
+        __m512i y[S];
+        each<S>([&](auto i) KV_LAMBDA { y[i] = codes_of<BITS>(x, set + i); });
+        each<Q * NP>([&](auto i) KV_LAMBDA {
+          const int32_t* four = tile + i / NP * BLOCK + i % NP * 4 + f;
+          each<S>([&](auto k) KV_LAMBDA { add_products(acc[k * Q * NP + i], y[k], four); });
+        });
       });
     }
     each<S>([&](auto i) KV_LAMBDA {
@@ -261,7 +280,7 @@ KV_INLINE void strip_values(const uint8_t* p, int64_t quad_bytes, int64_t first,
   }
 }
 
-// All strips of group g, for quads [first, first + quads) of a block that starts at quad `at` of the part.
+// All strips of group g, for quads [first, first + quads), whole tiles, of a block that starts at quad `at` of the part.
 template <int NP, int Q>
 void dots_values(const Side& s, const Head& h, int64_t g, int64_t at, int64_t first, int64_t quads, const int32_t* words,
                  const float* unit, const float* factor, float* out, int64_t stride) {

@@ -34,7 +34,7 @@ KV_INLINE void tile_scales(const Side& s, const Head& h, int64_t tile, int64_t g
     least = s.lows ? from + 2 * TILE : nullptr;
     type = kF16;
   } else if (h.scale) {
-    const int64_t at = (tile * s.groups() + g) * TILE * bytes_of(type);
+    const int64_t at = (tile * s.groups + g) * TILE * bytes_of(type);
     from = h.scale + at;
     least = h.low ? h.low + at : nullptr;
   }
@@ -155,7 +155,7 @@ KV_INLINE void lane_products(const Side& s, const Head& h, int64_t tile, int64_t
 template <int Q>
 void lanes_keys(const Side& s, const Head& h, int64_t tile, int64_t tiles, const float* q, int64_t stride,
                 const float* sums, float* scores) {
-  const int64_t groups = s.groups();
+  const int64_t groups = s.groups;
   alignas(64) float scale[TILE], low[TILE];
   for (int64_t n = 0; n < tiles; n++) {
     for (int64_t g = 0; g < groups; g++) {

@@ -44,18 +44,18 @@ struct Keys {
   float unit[Q], constant[Q];
   const uint8_t* unit_held = nullptr;
 
-  static size_t floats(const Side& s, int64_t stride) { return Q * (stride + 128 * NP + s.groups() + 64); }
+  static size_t floats(const Side& s, int64_t stride) { return Q * (stride + 512 + s.groups + 64); }
 
   Keys(const Side& side, const float* queries, int64_t wide, float* memory) : s(side), stride(wide), q(queries) {
     folded = memory;
     words = reinterpret_cast<int32_t*>(memory + Q * stride);
-    sums = memory + Q * (stride + 128 * NP);
+    sums = memory + Q * (stride + 512);
     if (s.form == kRows || s.form == kFloat8) return;
     for (int j = 0; j < Q; j++)
-      for (int64_t g = 0; g < s.groups(); g++) {
+      for (int64_t g = 0; g < s.groups; g++) {
         float sum = 0.0f;
         for (int64_t c = g * s.group; c < std::min(s.width, (g + 1) * s.group); c++) sum += q[j * stride + c];
-        sums[j * s.groups() + g] = sum;
+        sums[j * s.groups + g] = sum;
       }
 #if KV_DOTS
     if (s.dots && !s.unit) split_queries<NP, Q>(s, q, stride, words, unit);
@@ -68,16 +68,21 @@ struct Keys {
     if (scale == unit_held) return;
     unit_held = scale;
     const float offset = offset_of(s);
-    for (int j = 0; j < Q; j++) {
-      Vec sum(0.0f);
-      int64_t c = 0;
-      for (; c + N <= s.width; c += N) {
-        const Vec x = Vec::loadu(q + j * stride + c), y = load_type(scale + c * bytes_of(s.scale_type), s.scale_type);
+    const int64_t size = bytes_of(s.scale_type), whole = s.width / N * N;
+    Vec sum[Q];
+    each<Q>([&](auto j) KV_LAMBDA { sum[j] = Vec(0.0f); });
+    for (int64_t c = 0; c < whole; c += N) {
+      const Vec y = load_type(scale + c * size, s.scale_type);
+      const Vec z = low ? load_type(low + c * size, s.scale_type) : y * Vec(offset);
+      each<Q>([&](auto j) KV_LAMBDA {
+        const Vec x = Vec::loadu(q + j * stride + c);
         (x * y).store(folded + j * stride + c);
-        sum = at::vec::fmadd(x, low ? load_type(low + c * bytes_of(s.scale_type), s.scale_type) : y * Vec(offset), sum);
-      }
-      constant[j] = sum_of(sum);
-      for (; c < s.width; c++) {
+        sum[j] = at::vec::fmadd(x, z, sum[j]);
+      });
+    }
+    for (int j = 0; j < Q; j++) {
+      constant[j] = sum_of(sum[j]);
+      for (int64_t c = whole; c < s.width; c++) {
         const float x = q[j * stride + c], y = load_one(scale, s.scale_type, c);
         folded[j * stride + c] = x * y;
         constant[j] += x * (low ? load_one(low, s.scale_type, c) : y * offset);
@@ -147,18 +152,18 @@ struct Values {
   }
 
   static size_t floats(const Side& s, int64_t stride) {
-    return Q * (stride + 16 + s.groups() + BLOCK * (1 + NP)) + places_of(s) * (Q + 2) + 2 * BLOCK + 256;
+    return Q * (stride + 16 + s.groups + BLOCK * 2) + places_of(s) * (Q + 2) + 2 * BLOCK + 256;
   }
 
   Values(const Side& side, int64_t wide, float* memory) : s(side), stride(wide), places(places_of(side)) {
     auto take = [&](int64_t count) { float* at = memory; memory += (count + 15) / 16 * 16; return at; };
     plain = take(Q * stride);
     coded = take(Q * places);
-    lows = take(Q * s.groups());
+    lows = take(Q * s.groups);
     scale = take(BLOCK);
     low = take(BLOCK);
     weight = take(Q * BLOCK);
-    words = reinterpret_cast<int32_t*>(take(Q * NP * BLOCK / 4));
+    words = reinterpret_cast<int32_t*>(take(Q * BLOCK));
     factor = take(places);
     channel = reinterpret_cast<int32_t*>(take(places));
 #if KV_DOTS
@@ -170,14 +175,14 @@ struct Values {
     used = false;
     std::memset(plain, 0, Q * stride * sizeof(float));
     std::memset(coded, 0, Q * places * sizeof(float));
-    std::memset(lows, 0, Q * s.groups() * sizeof(float));
+    std::memset(lows, 0, Q * s.groups * sizeof(float));
   }
 
   // Everything of query j times alpha.
   void rescale(int j, float alpha) {
     const Vec times(alpha);
     for (int64_t c = 0; c < stride; c += N) (Vec::loadu(plain + j * stride + c) * times).store(plain + j * stride + c);
-    for (int64_t g = 0; g < s.groups(); g++) lows[j * s.groups() + g] *= alpha;
+    for (int64_t g = 0; g < s.groups; g++) lows[j * s.groups + g] *= alpha;
     if (!used) return;
     if (s.dots) {
       for (int64_t c = 0; c < places; c += N) (Vec::loadu(coded + j * places + c) * times).store(coded + j * places + c);
@@ -208,32 +213,29 @@ struct Values {
     used = true;
     const int64_t tile = from / TILE, tiles = (to - from + TILE - 1) / TILE;
     if (s.unit) return add_by_channel(h, from, to, weights, peak);
-    for (int64_t g = 0; g < s.groups(); g++) {
+    [[maybe_unused]] float* sums = coded;
+    for (int64_t g = 0; g < s.groups; g++) {
       const float largest = block_scales(s, h, tile, tiles, g, scale, low);
+#if KV_DOTS
+      if (s.dots) {
+        float unit[Q];
+        split_weights<NP, Q>(weights, scale, low, largest, peak, tiles, words, unit, lows + g, s.groups);
+        dots_values<NP, Q>(s, h, g, tile * 4, 0, tiles * 4, words, unit, nullptr, sums, places);
+        sums += (group_bytes(s, g) + 15) / 16 * (8 / s.bits) * 16;
+        continue;
+      }
+#endif
       for (int j = 0; j < Q; j++) {
         Vec sum(0.0f);
         for (int64_t t = 0; t < tiles * TILE; t += N) {
           const Vec w = Vec::loadu(weights + j * BLOCK + t);
           sum = at::vec::fmadd(w, Vec::loadu(low + t), sum);
-          if (!s.dots) (w * Vec::loadu(scale + t)).store(weight + j * BLOCK + t);
+          (w * Vec::loadu(scale + t)).store(weight + j * BLOCK + t);
         }
-        lows[j * s.groups() + g] += sum_of(sum);
+        lows[j * s.groups + g] += sum_of(sum);
       }
-      one_group(h, g, tile, tiles, weights, peak, largest);
+      lanes_values<Q>(s, h, tile, tiles, g * s.group, std::min(s.width, (g + 1) * s.group), weight, nullptr, coded);
     }
-  }
-
-  void one_group(const Head& h, int64_t g, int64_t tile, int64_t tiles, const float* weights, const float* peak, float largest) {
-#if KV_DOTS
-    if (s.dots) {
-      float unit[Q];
-      split_weights<NP, Q>(weights, scale, largest, peak, tiles, words, unit);
-      float* to = coded;
-      for (int64_t before = 0; before < g; before++) to += (group_bytes(s, before) + 15) / 16 * (8 / s.bits) * 16;
-      return dots_values<NP, Q>(s, h, g, tile * 4, 0, tiles * 4, words, unit, nullptr, to, places);
-    }
-#endif
-    lanes_values<Q>(s, h, tile, tiles, g * s.group, std::min(s.width, (g + 1) * s.group), weight, nullptr, coded);
   }
 
   // Scales by channel: sums of one unit of rows at a time, each times its factor.
@@ -241,12 +243,13 @@ struct Values {
     const int64_t size = bytes_of(s.scale_type), start = from;
 #if KV_DOTS
     float unit[Q];
-    if (s.dots) split_weights<NP, Q>(weights, nullptr, 1.0f, peak, (to - from + TILE - 1) / TILE, words, unit);
+    if (s.dots) split_weights<NP, Q>(weights, nullptr, nullptr, 1.0f, peak, (to - from + TILE - 1) / TILE, words, unit, nullptr, 0);
 #endif
     while (from < to) {
       const int64_t index = from / s.unit, stop = std::min(to, (index + 1) * s.unit);
       const uint8_t *scales = h.scale + index * s.width * size, *least = h.low ? h.low + index * s.width * size : nullptr;
       const float offset = offset_of(s);
+      const int64_t tiles = (stop - from + TILE - 1) / TILE;  // weights behind the last row are 0
       for (int j = 0; j < Q; j++) {
         Vec sum(0.0f);
         for (int64_t t = from; t < stop; t += N) sum = sum + Vec::loadu(weights + j * BLOCK + t - start);
@@ -257,13 +260,13 @@ struct Values {
 #if KV_DOTS
       if (s.dots) {
         for (int64_t i = 0; i < places; i++) factor[i] = channel[i] < 0 ? 0.0f : load_one(scales, s.scale_type, channel[i]);
-        dots_values<NP, Q>(s, h, 0, start / 4, (from - start) / 4, (stop - from) / 4, words, unit, factor, coded, places);
+        dots_values<NP, Q>(s, h, 0, start / 4, (from - start) / 4, tiles * 4, words, unit, factor, coded, places);
         from = stop;
         continue;
       }
 #endif
       for (int64_t c = 0; c < s.width; c++) factor[c] = load_one(scales, s.scale_type, c);
-      lanes_values<Q>(s, h, from / TILE, (stop - from) / TILE, 0, s.width, weights + from - start, factor, coded);
+      lanes_values<Q>(s, h, from / TILE, tiles, 0, s.width, weights + from - start, factor, coded);
       from = stop;
     }
   }
@@ -273,7 +276,7 @@ struct Values {
     for (int64_t c = 0; c < s.width; c++) out[c] = plain[j * stride + c];
     if (!used) return;
     const bool shifted = !s.unit;
-    for (int64_t c = 0; c < s.width && shifted; c++) out[c] += lows[j * s.groups() + c / s.group];
+    for (int64_t c = 0; c < s.width && shifted; c++) out[c] += lows[j * s.groups + c / s.group];
     if (s.dots) {
       for (int64_t i = 0; i < places; i++)
         if (channel[i] >= 0) out[channel[i]] += coded[j * places + i];
