@@ -53,6 +53,8 @@ EAGER_SHAPES = 5
 """Shapes on which methods with a kernel of their own are measured without it too."""
 DEPTHS = (2, 6)
 """Layers of the models whose difference shows what one layer costs."""
+NEEDED, ENOUGH_S = 4, 240.0
+"""Shapes that every method is measured on, the first ones, and seconds from the start after which others are left."""
 AGAIN_UNTIL_S = 200.0
 """Seconds from the start after which nothing is measured again."""
 STEADY = 1.05
@@ -136,16 +138,18 @@ class Calibration:
         """Every method of the plan on its shapes; what a method refuses is left out, and said.
 
         In an order that chance gave: what slows the machine down for a while spoils points here and there, not all
-        methods on one shape or one method on all. What was disturbed most is measured again while there is time.
+        methods on one shape or one method on all. What was disturbed most is measured again while there is time, and
+        what the first shapes have shown is left where time runs out.
         """
         found: dict[tuple[str, Shape], _Taken] = {}
         refused: set[str] = set()
         looked = self.pace.look()
         cells = [(method, shape) for method, count in self.plan.methods for shape in SHAPES[:count]]
         Random(0).shuffle(cells)
-        for method, shape in cells:
+        for method, shape in sorted(cells, key=lambda cell: SHAPES.index(cell[1]) >= NEEDED):
             self.tell(method)
-            if method in refused:
+            late = SHAPES.index(shape) >= NEEDED and time.perf_counter() - self.started > ENOUGH_S
+            if method in refused or late:
                 continue
             try:
                 found[method, shape] = self._one(method, shape, looked)

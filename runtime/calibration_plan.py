@@ -64,8 +64,7 @@ GPU_PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (1, 14336, 4096), (64, 1
 """What fills a GPU, whose peak small products do not show."""
 FULL = Plan(
     (("full", 8), *((f, 7) for f in FORMATS), *((m, 3) for m in (*TAILED, *LEAVING)),
-     *((p, 5) for p in POLICIES), *((b, 5) for b in BASES),
-     *((c, 4) for c in CORRECTED)),
+     *((p, 5) for p in POLICIES), *((b, 5) for b in BASES), *((c, 4) for c in CORRECTED)),
     _products((1, 2, 4, 8, 32, 128, 512, 2048), MATRICES, 2.5e9),
     PROMPTS,
     tuple((model, batch, prompt) for model in (SMALL, LARGE) for batch, prompt in ((1, 64), (1, 700), (4, 300))),

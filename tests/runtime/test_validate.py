@@ -1,7 +1,9 @@
 """Validation in miniature, and its figures by hand."""
 
+import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from runtime.timing import QUIET_SPREAD, summary
 from runtime.validate import METHODS, Grid, crowded, validate
 from runtime.validation_stats import coverage_range, figures, order
 from tests.runtime.test_measure import CONFIG
+
+DATA = Path(__file__).parents[1] / "data" / "measured"
 
 
 def row(method, predicted, measured, low=0.0, high=0.0, prompt=100, phase="decode", name="whole"):
@@ -64,6 +68,20 @@ def test_pairs_that_hardly_differ_have_no_order_to_predict():
     found = order([row("a", 1, 1.0), row("b", 3, 2.0), row("c", 2, 2.1), row("d", 4, 4.0)])
     assert found["tau"] == pytest.approx(4 / 6)
     assert (found["groups"][0]["pairs_apart"], found["tau_apart"]) == (5, 1.0)
+
+
+def test_the_record_that_is_kept_says_what_its_page_says():
+    with (DATA / "validation_cpu.csv").open(newline="") as file:
+        rows = [{**r, **{k: float(v) for k, v in r.items() if k.endswith("_s")}} for r in csv.DictReader(file)]
+    found = figures(rows)
+    attention, step, prompt = (found["lines"][name] for name in ("decode attention", "decode step", "prefill"))
+    assert [f["rows"] for f in (attention, step, prompt)] == [100, 100, 100]
+    assert [round(f["median_error"], 3) for f in (attention, step, prompt)] == [0.072, 0.026, 0.021]
+    assert [round(f["coverage"], 2) for f in (attention, step, prompt)] == [0.86, 0.96, 0.97]
+    assert [round(f["median_half_width"], 2) for f in (attention, step, prompt)] == [0.25, 0.14, 0.11]
+    assert attention["consistent_with_90"]
+    assert [round(found[key][tau], 2) for key in ("order", "attention_order") for tau in ("tau", "tau_apart")] == [
+        0.71, 0.91, 0.79, 0.85]
 
 
 def test_methods_are_many_and_none_is_one_that_calibration_measures():
