@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from kvsim.coefficients import Coefficient
 from kvsim.cost import attention_seconds, matmul_seconds
+from kvsim.errors import KvsimError
 from kvsim.fitting import trusted
-from kvsim.measured import Table, device_of, read_table
+from kvsim.measured import Table, device_of, file_named, read_table
 from kvsim.seconds import Seconds
 
 
@@ -101,9 +102,13 @@ def compared(path: str | Path) -> Compared:
 def evaluate(path: str | Path) -> list[Row]:
     """Compare a measured CSV of kernel times with predictions, one Row for each (gpu, kernel, format).
 
-    Raises KvsimError, one line, for a file that cannot be read or a device or format that is unknown.
+    Raises KvsimError, one line naming the file, where it cannot be read or a device or format is unknown.
     """
-    return evaluate_table(read_table(path))
+    table = read_table(path)
+    try:
+        return evaluate_table(table)
+    except KvsimError as why:
+        raise KvsimError(f"{file_named(path)}: {why}") from None
 
 
 def evaluate_table(table: Table, own: tuple[Coefficient, ...] = ()) -> list[Row]:

@@ -90,7 +90,8 @@ def main() -> None:
             for (family, lender), rows in carried(table, measured).items():
                 print(_line(f"{table.op}: {family} by {lender}", rows))
     except KvsimError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)  # as every command of kvsim ends on a wrong question
 
 
 if __name__ == "__main__":

@@ -257,4 +257,5 @@ def main() -> None:
         for family, rows in regenerate(given.folder, given.out).items():
             print(f"{family}: {len(rows)} rows")
     except KvsimError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)  # as every command of kvsim ends on a wrong question

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.hardware import HardwareProfile, load_device
 
+ENCODING = "utf-8-sig"
+"""What spreadsheets save as UTF-8 begins with a mark, which is no part of the first column's name."""
 MAX_ROWS = 2_000_000
 MAX_LINE = 4096
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8", "sq": "int8"}
@@ -63,17 +65,41 @@ class Table:
 def read_table(path: str | Path) -> Table:
     """Read one CSV of kernel times; the op is told from its columns and its name.
 
-    Attention: gpu, kernel, kv_dtype, batch, seq, n_heads, n_kv_heads, head_dim, window, latency_us (prefill where the
-    file's name holds `prefill` or `context`, or a column `phase` says so). Products: gpu, kernel, dtype, m, n, k,
-    latency_us. Other columns are ignored. Raises KvsimError, one line, naming file and line.
+    Attention: gpu, kernel, kv_dtype, batch, seq, n_heads, n_kv_heads, head_dim, window, latency_us (prefill where a
+    column `phase` says so, or, without one, the file's name holds `prefill` or `context`). Products: gpu, kernel,
+    dtype, m, n, k, latency_us. Other columns are ignored. Raises KvsimError, one line, naming file and line.
     """
-    path = Path(path)
-    where = f"measured file {shown(str(path), 200)[1:-1]}"
+    path, where = Path(path), file_named(path)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return _read(_short_lines(file, where), path.name.lower(), where)
+        with path.open(encoding=ENCODING, newline="") as file:
+            return _read(file, path.name.lower(), where)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise KvsimError(f"{where} cannot be read: {shown(str(error), 120)[1:-1]}") from None
+
+
+def file_named(path: str | Path) -> str:
+    """How lines about a file begin."""
+    return f"measured file {shown(str(path), 200)[1:-1]}"
+
+
+def header(line: str) -> list[str]:
+    """The columns that a file's first line names."""
+    return [c.strip() for c in next(csv.reader([line]), [])]
+
+
+def rows_of(file: Iterable[str], where: str) -> Iterator[tuple[str, list[str]]]:
+    """The header, then the rows of a CSV, each with where it stands; all as long as the header, empty lines aside."""
+    reader = csv.reader(_short_lines(file, where))
+    columns = [c.strip() for c in next(reader, [])]
+    twice = next((c for i, c in enumerate(columns) if c in columns[:i]), None)
+    if twice is not None:
+        raise KvsimError(f"{where} has two columns {shown(twice)}")
+    yield where, columns
+    for number, row in enumerate(reader, 2):
+        if row and len(row) != len(columns):
+            raise KvsimError(f"{where} line {number}: {len(row)} fields where the header has {len(columns)}")
+        if row:
+            yield f"{where} line {number}:", row
 
 
 def _short_lines(file: Iterable[str], where: str) -> Iterator[str]:
@@ -95,30 +121,40 @@ def _op(columns: list[str], name: str, where: str) -> str:
     return "prefill" if "prefill" in name or "context" in name else "decode"
 
 
-def _read(lines: Iterator[str], name: str, where: str) -> Table:
-    reader = csv.reader(lines)
-    columns = [c.strip() for c in next(reader, [])]
+def _read(file: Iterable[str], name: str, where: str) -> Table:
+    rows = rows_of(file, where)
+    _, columns = next(rows)
     op = _op(columns, name, where)
     bounds = PRODUCT if op == "matmul" else ATTENTION
     at = {c: i for i, c in enumerate(columns)}
     label = at["dtype" if op == "matmul" else "kv_dtype"]
     texts: list[tuple[str, str, str]] = []
     numbers: list[list[float]] = []
-    for number, row in enumerate(reader, 2):
-        if not row:
-            continue
-        if len(row) != len(columns):
-            raise KvsimError(f"{where} line {number}: {len(row)} fields where the header has {len(columns)}")
+    for here, row in rows:
+        if op != "matmul" and "phase" in at:
+            op = _phase(row[at["phase"]], op if numbers else "", here)
         texts.append((_text(row[at["gpu"]]), _text(row[at["kernel"]]), _text(row[label])))
-        here = f"{where} line {number}:"
-        sizes = [_size(row[at[c]], c, int(c != "window"), most, here) for c, most in bounds.items()]
-        numbers.append([*sizes, _latency(row[at["latency_us"]], here)])
+        sizes = {c: _size(row[at[c]], c, int(c != "window"), most, here) for c, most in bounds.items()}
+        if op != "matmul" and sizes["n_heads"] % sizes["n_kv_heads"]:
+            raise KvsimError(f"{here} n_heads must be a multiple of n_kv_heads, got {sizes['n_heads']} and "
+                             f"{sizes['n_kv_heads']}")
+        numbers.append([*sizes.values(), _latency(row[at["latency_us"]], here)])
     if not numbers:
         raise KvsimError(f"{where} holds no rows")
     gpu, kernel, format = (np.array(column) for column in zip(*texts, strict=True))
     values = np.array(numbers)
     sizes_by_name = {c: values[:, i].astype(np.int64) for i, c in enumerate(bounds)}
     return Table(op, gpu, kernel, np.array([DTYPES.get(f, f) for f in format]), sizes_by_name, values[:, -1])
+
+
+def _phase(value: str, before: str, where: str) -> str:
+    """decode or prefill, the same in all rows of a file."""
+    phase = value.strip().lower()
+    if phase not in ("decode", "prefill"):
+        raise KvsimError(f"{where} phase must be decode or prefill, got {shown(value)}")
+    if before not in ("", phase):
+        raise KvsimError(f"{where} phase is {phase} where the rows before are {before}: give each phase its own file")
+    return phase
 
 
 def _text(value: str) -> str:

@@ -20,8 +20,8 @@ from kvsim.engines.parallel import ParallelLayout
 from kvsim.errors import KvsimError, did_you_mean, shown
 from kvsim.fitting import DATE, SOURCE, quantiles
 from kvsim.hardware import HardwareProfile
-from kvsim.kernels import engine_choice, kernel_family
-from kvsim.measured import MAX_LINE, MAX_ROWS, device_of
+from kvsim.kernels import Choice, engine_choice, kernel_family
+from kvsim.measured import ENCODING, MAX_LINE, device_of, file_named, header, rows_of
 from kvsim.method import parse_method
 from kvsim.model import ModelSpec
 from kvsim.prediction import predict
@@ -52,6 +52,7 @@ class Server(NamedTuple):
     ranks: int
     experts: int
     groups: int
+    stages: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +81,9 @@ class Steps:
 def is_serving(path: str | Path) -> bool:
     """Whether a CSV holds whole-server figures: its header has a column tpot_ms."""
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
-            return "tpot_ms" in file.readline(MAX_LINE).strip().split(",")
-    except (OSError, UnicodeDecodeError):
+        with Path(path).open(encoding=ENCODING, newline="") as file:
+            return "tpot_ms" in header(file.readline(MAX_LINE))
+    except (OSError, UnicodeDecodeError, csv.Error):
         return False  # whoever reads it as a table says why not
 
 
@@ -90,12 +91,13 @@ def read_steps(path: str | Path) -> tuple[list[Steps], dict[str, int]]:
     """The rows of a CSV with their kernels' predicted times, by server; and why others were left out, with counts.
 
     Columns: system, backend, model_path, gemm_quant_mode ("" = the model's own), isl, osl, concurrency, tp_size,
-    tpot_ms, and where there are any attention_dp_size, moe_ep_size. Raises KvsimError, one line, naming file and line.
+    tpot_ms, and where there are any attention_dp_size, moe_ep_size, pp_size. Raises KvsimError, one line, naming file
+    and line, or the reason where no row can be predicted.
     """
-    where = f"measured file {shown(str(path), 200)[1:-1]}"
+    where = file_named(path)
     rows: dict[Server, list[tuple[float, ...]]] = {}
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with Path(path).open(encoding=ENCODING, newline="") as file:
             for server, numbers in _rows(file, where):
                 rows.setdefault(server, []).append(numbers)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -110,32 +112,36 @@ def read_steps(path: str | Path) -> tuple[list[Steps], dict[str, int]]:
         except KvsimError as why:
             reason = f"{server.model} on {server.ranks} {server.gpu}: {str(why).partition(';')[0]}"
             left_out[reason] = left_out.get(reason, 0) + len(some)
+    if not found:
+        first, *others = left_out
+        more = f", and {len(others)} more reasons" if others else ""
+        raise KvsimError(f"{where} holds no row that can be predicted: {first}{more}")
     return found, left_out
 
 
 def _rows(file: Any, where: str) -> Iterator[tuple[Server, tuple[float, ...]]]:
-    lines = csv.DictReader(line for line in file if len(line) <= MAX_LINE)
+    lines = rows_of(file, where)
+    _, columns = next(lines)
     for need in COLUMNS:
-        if need not in (lines.fieldnames or ()):
-            raise KvsimError(f"{where} has no column {need!r}{did_you_mean(need, lines.fieldnames or ())}")
-    for number, row in enumerate(lines, 2):
-        if number > MAX_ROWS:
-            raise KvsimError(f"{where} line {number}: files hold at most {MAX_ROWS} lines")
-        here = f"{where} line {number}:"
+        if need not in columns:
+            raise KvsimError(f"{where} has no column {need!r}{did_you_mean(need, columns)}")
+    for here, fields in lines:
+        row = dict(zip(columns, fields, strict=True))
         ranks = _number(row, "tp_size", here) * max(1, _number(row, "attention_dp_size", here, 1))
         experts, groups = (max(1, _number(row, name, here, 1)) for name in ("moe_ep_size", "attention_dp_size"))
-        quantized = (row["gemm_quant_mode"] or "").strip()
+        quantized = row["gemm_quant_mode"].strip()
         if quantized not in WEIGHTS:
             raise KvsimError(f"{here} unknown gemm_quant_mode {shown(quantized)}{did_you_mean(quantized, WEIGHTS)}")
-        server = Server((row["system"] or "").strip(), kernel_family((row["backend"] or "").strip() or "?")[0],
-                        _model(row["model_path"] or ""), WEIGHTS[quantized], ranks, experts, groups)
+        server = Server(row["system"].strip(), kernel_family(row["backend"].strip() or "?")[0],
+                        _model(row["model_path"]), WEIGHTS[quantized], ranks, experts, groups,
+                        _number(row, "pp_size", here, 1))
         sizes = tuple(float(_number(row, name, here)) for name in ("isl", "osl", "concurrency"))
         yield server, (*sizes, _milliseconds(row["tpot_ms"], here))
 
 
-def _number(row: dict[str, Any], name: str, where: str, empty: int = 0) -> int:
+def _number(row: dict[str, str], name: str, where: str, empty: int = 0) -> int:
     """A whole number, 1 or more; `empty` (0: an error) where the table has none, or 0."""
-    text = (row.get(name) or "").strip()
+    text = row.get(name, "").strip()
     try:
         value = float(text) if text or not empty else 0.0
     except ValueError:
@@ -147,9 +153,9 @@ def _number(row: dict[str, Any], name: str, where: str, empty: int = 0) -> int:
     return int(value)
 
 
-def _milliseconds(text: Any, where: str) -> float:
+def _milliseconds(text: str, where: str) -> float:
     try:
-        value = float(text or "")
+        value = float(text)
     except ValueError:
         value = -1.0
     if not (isfinite(value) and 0.0 < value < 1e7):
@@ -170,6 +176,9 @@ def _model(path: str) -> str:
 def _steps(server: Server, rows: NDArray[np.float64]) -> Steps:
     prompt, new, many, measured = rows.T
     spec, device = load_model(server.model), device_of(server.gpu)
+    if server.stages > 1:
+        raise KvsimError(f"a pipeline of {server.stages} stages is not predicted")
+    _engine(device, server.engine)
     fits = server.experts > 1 and server.ranks % server.experts == 0
     layout = ParallelLayout(tensor=server.ranks, expert=server.experts if fits else 1, attention_data=server.groups)
     case = Case(spec, device, parse_method("full"), Workload(1, 1, 0), weights=server.weights, layout=layout,
@@ -190,12 +199,16 @@ def predicted(steps: Steps, own: Coefficient | None = None) -> Seconds:
     s, device = steps, steps.device
     if own is not None:
         device = replace(device, own_coefficients=(replace(own, kernel="*", borrowed=""),))
-    choice = engine_choice(device, s.server.engine)
-    if choice is None:
-        raise KvsimError(f"no engine coefficients for device {device.name} (family {device.family})")
-    added = added_seconds(choice.coefficient, s.spec.n_layers, routed_layers(s.spec))
+    added = added_seconds(_engine(device, s.server.engine).coefficient, s.spec.n_layers, routed_layers(s.spec))
     return token_seconds(device, s.step + added, s.prompt, concurrency=s.concurrency, new_tokens=s.new_tokens,
                          engine=s.server.engine)
+
+
+def _engine(device: HardwareProfile, engine: str) -> Choice:
+    choice = engine_choice(device, engine)
+    if choice is None:
+        raise KvsimError(f"no engine coefficients for device {device.name} (family {device.family})")
+    return choice
 
 
 def fit_engine(steps: Sequence[Steps], kernel: str) -> Coefficient:

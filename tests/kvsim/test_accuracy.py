@@ -13,6 +13,7 @@ from kvsim.measured import device_of, read_table
 
 DATA = Path(__file__).parent.parent / "data" / "measured"
 HEADER = "gpu,kernel,kv_dtype,batch,seq,n_heads,n_kv_heads,head_dim,window,latency_us\n"
+PHASED = HEADER.replace("\n", ",phase\n")
 GOOD = "h100_sxm,sglang-0.5.14/fa3,bf16,8,4096,32,8,128,0,60.0\n"
 
 
@@ -125,9 +126,14 @@ def test_a_small_table(tmp_path: Path) -> None:
     (HEADER + GOOD.replace("60.0", "0"), "latency_us must be a positive number"),
     (HEADER + GOOD.replace("60.0", "inf"), "latency_us must be a positive number"),
     (HEADER + GOOD.replace("60.0", "soon"), "latency_us must be a positive number"),
-    (HEADER + GOOD.replace("h100_sxm", "h1000"), "unknown device 'h1000'"),
-    (HEADER + GOOD.replace("bf16", "bf61"), "unknown format 'bf61'"),
-    (HEADER + GOOD.replace("32,8", "8,32"), "n_heads must be n_kv_heads or more"),
+    (HEADER + GOOD.replace("h100_sxm", "h1000"), "decode.csv: unknown device 'h1000'"),
+    (HEADER + GOOD.replace("bf16", "bf61"), "decode.csv: unknown format 'bf61'"),
+    (HEADER + GOOD.replace("32,8", "8,32"), "decode.csv line 2: n_heads must be a multiple of n_kv_heads, got 8"),
+    (HEADER + GOOD.replace("32,8", "33,8"), "line 2: n_heads must be a multiple of n_kv_heads, got 33 and 8"),
+    (HEADER.replace("window", "gpu"), "has two columns 'gpu'"),
+    (PHASED + GOOD.replace("60.0", "60.0,training"), "line 2: phase must be decode or prefill, got 'training'"),
+    (PHASED + GOOD.replace("60.0", "60.0,decode") + GOOD.replace("60.0", "60.0,prefill"),
+     "line 3: phase is prefill where the rows before are decode"),
     (HEADER + "x" * 5000 + "\n", "line 2: lines hold at most"),
     (HEADER + '"' + GOOD, "line 2:"),
 ])
@@ -136,6 +142,17 @@ def test_hostile_tables(text: str, said: str, tmp_path: Path) -> None:
         evaluate(_write(tmp_path, text))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_column_says_the_phase_and_else_the_name(tmp_path: Path) -> None:
+    phased = PHASED + GOOD.replace("60.0", "60.0, Prefill")
+    assert read_table(_write(tmp_path, phased, "decode.csv")).op == "prefill"
+    assert read_table(_write(tmp_path, phased.replace("Prefill", "decode"), "prefill.csv")).op == "decode"
+
+
+def test_a_spreadsheets_utf8(tmp_path: Path) -> None:
+    plain, marked = (evaluate(_write(tmp_path, mark + HEADER + GOOD, "decode.csv")) for mark in ("", "\ufeff"))
+    assert marked == plain
 
 
 def test_rows_that_contradict_the_datasheet_are_reported_apart(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ def test_known_numbers_come_back(steps):
     (HEADER + GOOD.replace("1024", "-1"), "line 2: isl must be a whole number, 1 or more"),
     (HEADER + GOOD.replace("16,1", "16,x"), "line 2: tp_size must be a whole number"),
     (HEADER + GOOD.replace("Instruct,,", "Instruct,fp9,"), "unknown gemm_quant_mode 'fp9' (did you mean 'fp8'?)"),
+    (HEADER + GOOD.replace("9.0", "9.0,1"), "line 2: 10 fields where the header has 9"),
+    (HEADER + GOOD + GOOD.replace("vllm", "v" * 5000), "line 3: lines hold at most"),
+    (HEADER + GOOD.replace("h100_sxm", "h1000"), "holds no row that can be predicted: llama-3.1-8b on 1 h1000"),
+    (HEADER + GOOD.replace("h100_sxm", "xeon-8480"), "no engine coefficients for device"),
 ])
 def test_hostile_tables(text, said, tmp_path):
     path = tmp_path / "serving.csv"
@@ -109,3 +113,21 @@ def test_rows_that_cannot_be_predicted_are_left_out_and_counted(tmp_path):
     assert len(found.rows) == 1
     assert sorted(found.left_out.values()) == [1, 1]
     assert "must be divisible by it" in "".join(found.left_out)
+    # a machine for which no server was measured is left out as well, and a pipeline
+    path.write_text(HEADER.replace("\n", ",pp_size\n") + "".join(
+        GOOD.replace("h100_sxm", gpu).replace("9.0", f"9.0,{stages}")
+        for gpu, stages in (("h100_sxm", 1.0), ("h100_sxm", ""), ("xeon-8480", 1), ("h100_sxm", 2))))
+    found = compared(path)
+    assert [r.rows for r in found.rows] == [2]
+    said = "".join(found.left_out)
+    assert "no engine coefficients" in said
+    assert "a pipeline of 2 stages" in said
+
+
+def test_headers_as_spreadsheets_write_them(tmp_path):
+    path = tmp_path / "serving.csv"
+    names = HEADER.strip().split(",")
+    for header in ("\ufeff" + HEADER, ", ".join(names) + "\n", ",".join(f'"{n}"' for n in names) + "\n"):
+        path.write_text(header + GOOD, encoding="utf-8")
+        assert is_serving(path)
+        assert compared(path).rows[0].rows == 1
