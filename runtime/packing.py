@@ -26,10 +26,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if not codes.numel():
         return codes.new_empty(*codes.shape[:-1], packed_bytes(width, bits))
     if bits in (1, 2, 4):
-        codes = _filled(codes, 8 // bits).contiguous()
+        whole = _filled(codes, 8 // bits)
+        # in one dimension: a single row of wider ones counts as contiguous, and may lie at an odd stride
+        joined = whole.contiguous().view(-1)
         for step in range(4 - bits.bit_length()):
-            codes = _join(codes, bits << step)
-        return codes
+            joined = _join(joined, bits << step)
+        return joined.view(*whole.shape[:-1], -1)
     groups = _filled(codes, 8).unflatten(-1, (-1, 8))
     word = groups[..., 0].to(torch.int64)
     for place in range(1, 8):

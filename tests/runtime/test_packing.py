@@ -47,6 +47,17 @@ def test_strided_codes(bits):
     assert torch.equal(unpack(packed[:, ::2], bits, 24), codes[:, ::2])
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
+def test_one_row_of_an_odd_stride(bits):
+    # as the row of one sequence and one head lies after its groups were filled up: torch calls it contiguous
+    wide = torch.arange(105, dtype=torch.uint8).reshape(1, 1, 1, 105) & (2**bits - 1)
+    row = wide[..., :100]
+    assert row.is_contiguous()
+    packed = pack(row, bits)
+    assert packed.shape == (1, 1, 1, packed_bytes(100, bits))
+    assert torch.equal(unpack(packed, bits, 100), row)
+
+
 def test_by_hand():
     # 3-bit codes 1, 2, 7: 1 + (2 << 3) + (7 << 6) = 1 + 16 + 448 = 465 = 0x01D1 -> bytes D1 01
     assert pack(torch.tensor([1, 2, 7], dtype=torch.uint8), 3).tolist() == [0xD1, 0x01]
