@@ -240,7 +240,8 @@ def test_the_pages_adaptation_is_what_was_measured():
         assert row["controlled"]["bytes"] <= row["fixed"]["bytes"]
 
 
-@pytest.mark.parametrize(("name", "title", "by"), [("adapt", "7.1 Adaptive compression", "method")])
+@pytest.mark.parametrize(("name", "title", "by"), [("adapt", "7.1 Adaptive compression", "method"),
+                                                   ("ranks", "7.2 Dynamic ranks", "way")])  # fmt: skip
 def test_the_pages_steps_are_what_was_predicted_and_measured(name, title, by):
     table = PAGE.split(f"## {title}")[1].split("\n## ")[0].split("| ms a step: predicted")[1].split("\n\n")[0]
     rows = [r for r in shipped(name)["rows"] if "step_measured_seconds" in r and r.get("level") != "pool"]
