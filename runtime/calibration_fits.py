@@ -19,7 +19,7 @@ from kvsim.measured import Table
 from kvsim.op import EAGER, FUSED, PART, Op, on_top, op_seconds
 from kvsim.prediction import phase_ops
 from kvsim.record import Case
-from runtime.calibration_plan import PLAIN_POLICIES
+from runtime.calibration_plan import PLAIN_POLICIES, SAME_POLICIES
 from runtime.coefficient_fit import SLOTS, Fitted, Sample, fitted
 from runtime.microbench import Point
 from runtime.watch import REST
@@ -174,7 +174,7 @@ def _on_top(origin: Origin, points: Iterable[Point], dtype: str) -> list[Fitted]
     for p in points:
         w = dict(p.work)
         for op in ops_of(origin.device, p, dtype):
-            if op.adds and op.adds[-1][0] not in PLAIN_POLICIES:
+            if op.adds and op.adds[-1][0] not in (*PLAIN_POLICIES, *SAME_POLICIES):
                 here = replace(op, kernels=(str(w["path"]),))
                 paid = sum(float(t.seconds) for t in op_seconds(origin.device, here))
                 key = f"{op.adds[-1][0]} {w['path']}"

@@ -30,6 +30,8 @@ LEAVING = tuple(f"{policy} | int(bits={bits})" for policy in ("tova(budget=0.5)"
 PLAIN_POLICIES = ("snapkv", "topk", "ada")
 """Policies that add nothing to attention: what they show is the kernel on full-precision rows, fewer of them, and with
 `ada` one store after another."""
+SAME_POLICIES = ("pyramid",)
+"""Policies that add nothing either, and whose last layer has too few rows to show more than that."""
 
 
 @dataclass(frozen=True)
