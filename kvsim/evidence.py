@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -22,6 +22,9 @@ from kvsim.workload import Workload
 OWN = "evidence.jsonl"
 WIDEN = 4.0
 """Factor by which borrowed losses may be off where no two models were measured with the same methods."""
+SMALLEST, LARGEST = 1e-300, 1e300
+BEGINS = '{"model": "'
+"""How every row begins in a file; what begins otherwise is no row that was cut off, but somebody's own text."""
 REACH = 0.9
 """Evidence speaks for a workload where the method keeps at least this share of what it kept when measured."""
 
@@ -121,10 +124,37 @@ def from_json(row: Mapping[str, Any], where: str) -> Evidence:
         what = f"unknown field {shown(min(unknown))}" if unknown else f"no field {needed[0]}"
         raise KvsimError(f"{where}: {what}; `kvsim quality` writes such files")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    for name in ("kl", "kl_low", "kl_high", "top1", "ppl_ratio", "kept", "bits"):
-        if isinstance(values[name], bool) or not isinstance(values[name], int | float) or not np.isfinite(values[name]):
-            raise KvsimError(f"{where}: {name} is a finite number, got {shown(values[name])}")
+    for name, value in values.items():
+        what, right = _RIGHT[str(known[name].type)]
+        if not right(value):
+            raise KvsimError(f"{where}: {name} is {what}, got {shown(value)}")
+    wrong = next((n for n, (low, high) in _RANGES.items() if not low <= values[n] <= high), None)
+    if wrong is not None:
+        low, high = _RANGES[wrong]
+        raise KvsimError(f"{where}: {wrong} lies between {low:g} and {high:g}, got {shown(values[wrong])}")
     return Evidence(**values)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+_RIGHT: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "float": ("a finite number", _number),
+    "int": ("a whole number", lambda x: isinstance(x, int) and _number(x)),
+    "str": ("text", lambda x: isinstance(x, str)),
+    "bool": ("true or false", lambda x: isinstance(x, bool)),
+    "Mapping[str, str]": ("an object", lambda x: isinstance(x, dict)),
+    "tuple[float, ...]": ("a list of finite numbers", lambda x: isinstance(x, tuple) and all(map(_number, x))),
+}
+"""What each type of a row's fields is called, and whether a value of a file is one."""
+_RANGES = {
+    **dict.fromkeys(("kl", "kl_low", "kl_high"), (0.0, LARGEST)),
+    **dict.fromkeys(("top1", "top1_low", "top1_high", "kept"), (0.0, 1.0)),
+    **dict.fromkeys(("ppl_ratio", "ppl_low", "ppl_high"), (SMALLEST, LARGEST)),
+    **dict.fromkeys(("segments", "prompt", "scored"), (1, 2**40)),
+}
+"""Between which numbers a field lies, both ends included: a ratio of perplexities is above 0."""
 
 
 def read(path: str | Path) -> tuple[Evidence, ...]:
@@ -146,8 +176,8 @@ def _rows(text: str, name: str) -> tuple[Evidence, ...]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):  # a run that was killed while it wrote
+        except (ValueError, RecursionError):
+            if number == len(lines) and BEGINS.startswith(line[: len(BEGINS)]):  # a run that was killed while it wrote
                 break
             raise KvsimError(f"{name}:{number} is no JSON") from None
         if not isinstance(row, dict):

@@ -22,13 +22,14 @@ from kvsim.method import Method, parse_method
 from kvsim.model import ModelSpec
 from kvsim.portions import LATER, Portions, parse_portions
 from kvsim.record import Case
+from kvsim.sizes import parse_counts
 from kvsim.tasks import TASKS, labels_for, portions_for
 from kvsim.workload import Workload
 from runtime.cache import spec_of
 from runtime.quality_run import rounded
 from runtime.quality_subjects import Subject
 from runtime.requests import Request, class_weights, filled, outcome, retrievals, texts, told
-from runtime.shipped import earlier, finish, labelled, write
+from runtime.shipped import check_counts, check_out, earlier, finish, labelled, numbers, write
 from runtime.step_time import STEPS, WARM, beside, timed_steps
 
 FIXED_ROWS = ("snapkv(budget=0.25)", "topk(budget=0.25,score=perturbation)", "topk(budget=0.25,score=random)")
@@ -248,10 +249,14 @@ def command(model: str, text_file: str | None, lengths: str, each: int, scored: 
     from runtime.quality_subjects import load_subject, load_text
 
     torch.set_num_threads(1)
+    check_counts(each=each, scored=scored, context=context, cases=cases, most=most)
+    check_out(out)
+    numbers(str(share), "--share", 0, 1)
+    sizes = list(parse_counts(lengths, "--lengths"))
+    check_counts(lengths=min(sizes))
     profile = profile_here(device)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)
-    sizes = [int(x) for x in lengths.split(",")]
     pieces = text.between(each * len(sizes), max(sizes) + scored + 1, 3, 256)
     asked = retrievals(subject, text, context, cases, seed)
     requests = interleaved(texts(subject, text, sizes, each, scored), asked)[:most]

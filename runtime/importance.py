@@ -29,7 +29,7 @@ from runtime.quality_reference import Reference
 from runtime.quality_run import Bench, Sizes, interval, rounded
 from runtime.quality_scoring import score as quality
 from runtime.running_model import run
-from runtime.shipped import earlier, finish, labelled, write
+from runtime.shipped import check_counts, check_out, earlier, finish, labelled, numbers, write
 
 STEPS = 12
 """Decode steps that are timed of a running score."""
@@ -178,6 +178,9 @@ def command(model: str, text_file: str | None, scores: str | None, budget: float
     from runtime.quality_subjects import load_subject, load_text
 
     torch.set_num_threads(1)
+    check_counts(segments=segments, prompt=prompt, scored=scored)
+    check_out(out)
+    numbers(str(budget), "--budget", 0, 1)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)
     bench = Bench(subject, text, Sizes(segments, prompt, scored, seed=seed))

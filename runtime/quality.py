@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from kvsim.cli_answers import split_methods
 from kvsim.cli_options import Count, print_json
@@ -21,7 +20,8 @@ from kvsim.errors import KvsimError
 from kvsim.evidence import Evidence, own_path
 from runtime.quality_grid import QUICK, full_grid, preset_methods
 from runtime.quality_run import Bench, Sizes, quick, rounded, run
-from runtime.quality_subjects import Subject, Text, load_subject, load_text
+from runtime.quality_subjects import Subject, Text, load_subject, load_text, use_threads
+from runtime.shipped import check_counts, check_out, write_whole
 
 
 @click.command("quality", context_settings={"help_option_names": ["--help", "-h"]})
@@ -87,17 +87,21 @@ def command(
     follow, as it would while generating. Rows that the file holds already are not measured again.
     """
     if threads is not None:
-        torch.set_num_threads(max(1, threads))
+        use_threads(threads)
+    if fast and everything:
+        raise KvsimError("quality: --quick and --full contradict each other; give one")
     asked = {k: v for k, v in {"segments": segments, "prompt": prompt, "scored": scored}.items() if v is not None}
-    if any(v < 1 for v in asked.values()):
-        raise KvsimError("quality: --segments, --prompt and --scored are 1 or more")
+    check_counts(**asked)
+    named = split_methods(methods, "--methods") if methods is not None else None
+    reports = {"tasks": tasks, "bounds": bounds, "allocate": allocate, "quality_others": others}
+    wanted = [name for name, told in reports.items() if told]
+    if wanted:
+        _check_reports(wanted, out)
     sizes = replace(quick(Sizes(seed=seed)) if fast else Sizes(seed=seed), **asked)
     subject = load_subject(model)
     texts = load_text(subject.tokenizer, text_file)
-    named = split_methods(methods, "--methods") if methods else None
-    if tasks or bounds or allocate or others:
-        wanted = {"tasks": tasks, "bounds": bounds, "allocate": allocate, "quality_others": others}
-        _reports([name for name, asked in wanted.items() if asked], subject, texts, sizes, named, out, as_json)
+    if wanted:
+        _reports(wanted, subject, texts, sizes, named, out, as_json)
         return
     bench = Bench(subject, texts, sizes)
     head_dim = max(x.attention.k_dim for x in bench.spec.layers if x.attention)
@@ -105,6 +109,8 @@ def command(
     path = Path(out) if out else own_path()
     with progress(len(chosen)) as said:
         rows = list(run(bench, chosen, path, said))
+    if not rows:
+        raise KvsimError(f"quality: none of the {len(chosen)} methods could be measured; the lines above say why")
     if as_json:
         print_json({"rows": [r.to_json() for r in rows], "out": str(path)})
         return
@@ -112,18 +118,23 @@ def command(
     click.echo(f"{subject.name} on {texts.name}: {len(rows)} rows in {path}")
 
 
+def _check_reports(names: Sequence[str], out: str | None) -> None:
+    """KvsimError, before anything runs, where reports were asked for in a way that cannot be."""
+    if out is not None and len(names) > 1:
+        raise KvsimError("quality: --out holds one report; ask for tasks, bounds, allocate and others one by one")
+    check_out(out)
+
+
 def _reports(
     names: Sequence[str], subject: Subject, texts: Text, sizes: Sizes, named: list[str] | None, out: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Print what the modules of these names report, or keep it in a file as the evidence keeps it."""
-    if out is not None and len(names) > 1:
-        raise KvsimError("quality: --out holds one report; ask for tasks, bounds, allocate and others one by one")
     for name in names:
         module = import_module(f"runtime.{name}")
         found = module.report(subject, texts, sizes, named)
         if out is not None:
-            Path(out).write_text(kept_text(found), "utf-8")
+            write_whole(Path(out), kept_text(found))
         if as_json:
             print_json(found)
         else:

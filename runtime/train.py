@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from kvsim.cli_options import Count, print_json
 from kvsim.errors import KvsimError, shown
-from runtime.quality_subjects import Subject, Text, load_subject, load_text
+from runtime.quality_subjects import Subject, Text, load_subject, load_text, use_threads
+from runtime.shipped import check_out
 from runtime.training import Recipe, Training
 from runtime.training_file import calibration, policy_of, resume, save_checkpoint
 from runtime.training_report import Held, lines, report, rivals
@@ -58,7 +58,11 @@ def command(model: str, method: str, out: str, text_file: str | None, steps: int
     rounded to whole ones. The rest of the steps train the matrices at those. Afterwards the result is measured on text
     that was held out, beside SVD and Palu at no more bytes.
     """
-    torch.set_num_threads(max(1, threads))
+    use_threads(threads)
+    check_out(out)
+    for name, value in (("--rate", rate), ("--gate-rate", gate_rate)):
+        if value is not None and not 0 <= value <= 1e3:
+            raise KvsimError(f"{name} is a step size from 0 to 1000, got {shown(value)}")
     given = {"steps": steps, "gates": gates, "texts": texts, "prompt": prompt, "scored": scored, "rate": rate,
              "gate_rate": gate_rate}
     asked = {k: v for k, v in given.items() if v is not None}
@@ -69,10 +73,10 @@ def command(model: str, method: str, out: str, text_file: str | None, steps: int
         asked |= {"policy": policy_of(policy), "gates": asked.get("gates", 0) if gates is not None else 0}
     recipe = replace(start, seed=seed, **asked)  # type: ignore[arg-type]
     target = Path(out)
-    if not target.parent.is_dir():
-        raise KvsimError(f"--out {shown(out)}: there is no folder {shown(str(target.parent))}")
     apart = Held(8, 256, 64, 2) if quick else Held()
-    apart = replace(apart, count=min(max(1, held), apart.segments)) if held is not None else apart
+    if held is not None and not 1 <= held <= apart.segments:
+        raise KvsimError(f"--held is 1 to {apart.segments} pieces, got {held}")
+    apart = replace(apart, count=held) if held is not None else apart
     recipe = replace(recipe, at=apart.prompt + apart.scored)
     subject = load_subject(model)
     text = load_text(subject.tokenizer, text_file)

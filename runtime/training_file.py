@@ -61,8 +61,16 @@ def policy_of(path: str | Path) -> Any:
     found = load(path).metadata
     if "shares" not in found:
         raise KvsimError(f"--policy {shown(str(path))} holds no ranks and bits of layers: kvsim train did not write it")
-    return tuple(tuple((float(s), None if b is None else int(b)) for s, b in layer)
-                 for layer in json.loads(found["shares"]))
+    try:
+        policy = tuple(tuple((float(s), None if b is None else int(b)) for s, b in layer)
+                       for layer in json.loads(found["shares"]))
+    except (ValueError, TypeError, RecursionError):
+        policy = ()
+    sides = [side for layer in policy for side in layer]
+    if not sides or any(len(x) != 2 for x in policy) or not all(
+            0 < s <= 1 and (b is None or 1 <= b <= 16) for s, b in sides):
+        raise KvsimError(f"--policy {shown(str(path))}: its ranks and bits of layers are damaged")
+    return policy
 
 
 def save_checkpoint(training: Training, path: Path) -> None:
@@ -110,12 +118,18 @@ def resume(training: Training, path: Path) -> None:
         raise KvsimError(f"--resume: {shown(str(path))} is no checkpoint of kvsim train")
     Calibration({}, metadata | {"architecture": "model"}).check(training.model, f"--resume: {shown(str(path))}")
     asked = json.loads(json.dumps(dataclasses.asdict(training.recipe)))
-    before = json.loads(metadata["recipe"])
+    try:
+        before = dict(json.loads(metadata["recipe"]))
+    except (LookupError, ValueError, TypeError, RecursionError):
+        raise KvsimError(f"--resume: {shown(str(path))} is damaged: it does not say how it was begun") from None
     other = [k for k in asked if asked[k] != before.get(k)]
-    if other or metadata["text"] != text_hash(training):
+    if other or metadata.get("text") != text_hash(training):
         what = f"{other[0]}={shown(before.get(other[0]))}" if other else "another text"
         raise KvsimError(f"--resume: {shown(str(path))} was begun with {what}; give the same, or another --out")
-    _put_back(training, metadata, tensors)
+    try:
+        _put_back(training, metadata, tensors)
+    except (LookupError, ValueError, TypeError, RuntimeError) as problem:
+        raise KvsimError(f"--resume: {shown(str(path))} is damaged ({problem}); begin anew without --resume") from None
 
 
 def _put_back(training: Training, metadata: dict[str, str], tensors: Tensors) -> None:

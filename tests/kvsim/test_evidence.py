@@ -63,6 +63,19 @@ def test_a_row_comes_back_from_its_json():
         ({"kl": float("inf")}, "finite"),
         ({"colour": 1}, "unknown field 'colour'"),
         ({"kl": None}, "finite"),
+        ({"kl": 10**400}, "finite"),
+        ({"kl": -0.1}, "kl lies between 0 and"),
+        ({"top1_low": "0.9"}, "top1_low is a finite number"),
+        ({"top1": 1.5}, "top1 lies between 0 and 1, got 1.5"),
+        ({"ppl_low": 0.0}, "ppl_low lies between"),
+        ({"segments": 2.5}, "segments is a whole number"),
+        ({"prompt": 0}, "prompt lies between 1 and"),
+        ({"model": 5}, "model is text"),
+        ({"method": None}, "method is text"),
+        ({"versions": "2.0"}, "versions is an object"),
+        ({"calibrated": 1}, "calibrated is true or false"),
+        ({"segment_kl": 0.1}, "segment_kl is a list of finite numbers"),
+        ({"attention_error": ["x"]}, "attention_error is a list of finite numbers"),
     ],
 )
 def test_broken_rows_are_told(change, said):
@@ -78,6 +91,10 @@ def test_files(tmp_path):
     file.write_text(f"{line[:40]}\n{line}\n")
     with pytest.raises(KvsimError, match=r"e\.jsonl:1 is no JSON"):
         read(file)
+    for own in ("a note without a line's end", "[" * 100_000, '{"other": 1', '{"kl": 1'):  # no row that was cut off
+        file.write_text(f"{line}\n{own}")
+        with pytest.raises(KvsimError, match=r"e\.jsonl:2 is no JSON"):
+            read(file)
     file.write_text("[1]\n")
     with pytest.raises(KvsimError, match="no JSON object"):
         read(file)
