@@ -25,6 +25,8 @@ from runtime.microbench import HF_DTYPES as DTYPES
 from runtime.running_model import Ran, run
 from runtime.timing import Timed, pinned_threads
 
+NO_PROMPT = "measure needs a prompt of at least one token"
+
 
 def measure(case: Case, hf_model: nn.Module, *, steps: int = 12, repeats: int = 3, calibration: Any = None) -> Record:
     """Run a case on a model and give its record, `source="measured"`: lines have the names of predicted ones.
@@ -45,7 +47,7 @@ def measure(case: Case, hf_model: nn.Module, *, steps: int = 12, repeats: int = 
     _check_model(case.model, spec_of(hf_model))
     batch, prompt, new = int(work.batch), int(work.prompt_tokens), int(work.new_tokens)
     if prompt < 1:
-        raise KvsimError("measure needs a prompt of at least one token")
+        raise KvsimError(NO_PROMPT)
     ran = run(hf_model, case.method, batch=batch, prompt=prompt, new=new, steps=steps, repeats=repeats,
               calibration=calibration)
     return _record(case, hf_model, ran)
@@ -166,6 +168,8 @@ def command(model: str, method: str, prompt: int, new: int, batch: int, device: 
             calibration: str | None, as_json: bool) -> None:
     """Run a method on a model here and measure it: exact bytes, times line by line, the peak."""
     parsed = parse_method(method)
+    if prompt < 1:
+        raise KvsimError(NO_PROMPT)  # before a model is made for it
     with pinned_threads(threads):
         profile = kvsim.load_device(device) if device else here(on)
         hf_model = load_running(model, random_weights, dtype, layers, on)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import click
 import torch
@@ -149,15 +150,28 @@ def timed(found: list[Way], rounds: int) -> list[list[float]]:
     return seconds
 
 
-@click.command()
+class Told(click.Command):
+    """What is wrong with a question is one line and exit status 2, as everywhere in kvsim."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it."""
+        try:
+            return super().invoke(ctx)
+        except KvsimError as error:
+            said = click.ClickException(str(error))
+            said.exit_code = 2
+            raise said from None
+
+
+@click.command(cls=Told)
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Whose kernels.  [cpu]")
-@click.option("--batch", default=8, help="Sequences, with --on cuda.")
-@click.option("--heads", default=8, help="KV heads.")
-@click.option("--queries", default=4, help="Query heads of each.")
-@click.option("--width", default=128, help="Width of a head.")
-@click.option("--tokens", type=int, help="Tokens held.  [16384; with --on cuda 32768]")
-@click.option("--threads", default=2, help="Threads.")
-@click.option("--rounds", default=40, help="Repetitions, all ways alternating.")
+@click.option("--batch", type=click.IntRange(1), default=8, help="Sequences, with --on cuda.")
+@click.option("--heads", type=click.IntRange(1), default=8, help="KV heads.")
+@click.option("--queries", type=click.IntRange(1), default=4, help="Query heads of each.")
+@click.option("--width", type=click.IntRange(1), default=128, help="Width of a head.")
+@click.option("--tokens", type=click.IntRange(1), help="Tokens held.  [16384; with --on cuda 32768]")
+@click.option("--threads", type=click.IntRange(1, 1024), default=2, help="Threads.")
+@click.option("--rounds", type=click.IntRange(2), default=40, help="Repetitions, all ways alternating.")
 @click.option("--methods", default=";".join(METHODS), help="Methods, split at semicolons.")
 @click.option("--eager", is_flag=True, help="Time the eager versions too.")
 def main(
@@ -165,16 +179,22 @@ def main(
     methods: str, eager: bool,
 ) -> None:  # fmt: skip
     """Time one step's attention over a packed cache."""
+    chosen = parsed(methods)
     if on == "cuda":
         with torch.inference_mode():
             sizes = (batch, heads, queries, width, tokens or 32_768)
-            try:
-                found_table = bench_cuda.table(sizes, tuple(methods.split(";")), rounds)
-            except KvsimError as error:
-                raise click.ClickException(str(error)) from None
+            found_table = bench_cuda.table(sizes, chosen, rounds)
         Console(width=140).print(found_table)
         return
-    on_cpu(Shape(heads, queries, width, tokens or 16_384), threads, rounds, tuple(methods.split(";")), eager)
+    on_cpu(Shape(heads, queries, width, tokens or 16_384), threads, rounds, chosen, eager)
+
+
+def parsed(methods: str) -> tuple[str, ...]:
+    """The methods of a list with semicolons; KvsimError at once where one is none."""
+    found = tuple(methods.split(";"))
+    for method in found:
+        parse_method(method)
+    return found
 
 
 def on_cpu(shape: Shape, threads: int, rounds: int, methods: tuple[str, ...], eager: bool) -> None:

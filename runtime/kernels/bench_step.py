@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, QuantizedCache
 
 from runtime.cache import CompressedCache
+from runtime.kernels.bench import Told, parsed
 from runtime.prompt import Incoming
 from runtime.random_model import config_of, random_model
 from runtime.store import Store
@@ -106,21 +107,22 @@ def step(model: nn.Module, cache: Any, mine: bool) -> float:
     return time.perf_counter() - start
 
 
-@click.command()
+@click.command(cls=Told)
 @click.option("--model", "name", default="smollm2-135m", help="Whose shapes the random model has.")
-@click.option("--tokens", default=8000, help="Tokens held.")
-@click.option("--rounds", default=9, help="Steps of every cache, alternating.")
-@click.option("--threads", default=1, help="Threads.")
+@click.option("--tokens", type=click.IntRange(1), default=8000, help="Tokens held.")
+@click.option("--rounds", type=click.IntRange(2), default=9, help="Steps of every cache, alternating.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, help="Threads.")
 @click.option("--methods", default="int(bits=4);kivi-4;full", help="Methods, split at semicolons.")
 def main(name: str, tokens: int, rounds: int, threads: int, methods: str) -> None:
     """Time decode steps with several caches in one run."""
+    chosen = parsed(methods)
     torch.set_num_threads(threads)
     with torch.no_grad():
-        caches, model = prepared(name, tokens, methods.split(";"))
+        caches, model = prepared(name, tokens, chosen)
         show(caches, timed(model, caches, rounds), f"{name}, {tokens:,} tokens, {threads} threads, {rounds} rounds")
 
 
-def prepared(name: str, tokens: int, methods: list[str]) -> tuple[dict[str, Any], nn.Module]:
+def prepared(name: str, tokens: int, methods: Sequence[str]) -> tuple[dict[str, Any], nn.Module]:
     """The model and its caches by name, transformers' first."""
     model = random_model(config_of(name))
     mine, rows = {}, None

@@ -9,6 +9,7 @@ import io
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from pathlib import Path
 
 import torch
 
+from kvsim.errors import KvsimError, did_you_mean
+
 SOURCES = Path(__file__).parent / "csrc"
+MODES = ("auto", "eager", "triton")
 SECONDS = 25
 """About how long compiling takes; said while one waits."""
 
@@ -45,7 +49,10 @@ class Library:
 
 def switch() -> str:
     """KVSIM_KERNELS: auto (the default), eager, or triton: Triton's kernels on the CPU too, interpreted."""
-    return os.environ.get("KVSIM_KERNELS", "auto")
+    mode = os.environ.get("KVSIM_KERNELS", "") or MODES[0]
+    if mode not in MODES:
+        raise KvsimError(f"KVSIM_KERNELS={mode} is none of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
+    return mode
 
 
 @cache
@@ -57,9 +64,9 @@ def library() -> Library | str:
         return _without(f"{' and '.join(missing)} not found")
     try:
         return Library(_built(compiler))
-    except (OSError, RuntimeError, ImportError) as error:
-        lines = str(error).splitlines()
-        return _without(next((line for line in lines if "error:" in line), "they do not compile or load here"))
+    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return _without(next((line for line in lines if "error:" in line), lines[-1]).strip())
 
 
 def _without(why: str) -> str:

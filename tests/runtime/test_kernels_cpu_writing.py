@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsim.errors import KvsimError
 from runtime.buffers import Paged, Tail
-from runtime.kernels import load
+from runtime.kernels import bench, bench_step, load
 from runtime.kernels.tiled import TiledPaged
 from tests.runtime.kernel_stores import filled, needs_kernels
 
@@ -156,6 +157,32 @@ def test_without_a_compiler_it_is_said_once_and_runs(tmp_path):
     assert "not found torch.Size([1, 6, 1, 64])" in done.stdout
 
 
+def test_a_compiler_that_does_not_work_is_none(tmp_path, monkeypatch, capsys):
+    # as the one that a system without its developer tools has
+    (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    load.library.cache_clear()
+    try:
+        why = load.library()
+    finally:
+        load.library.cache_clear()
+    assert isinstance(why, str)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("kvsim: no CPU kernels (")
+    assert not list((tmp_path / "built").glob("*"))
+
+
+@pytest.mark.parametrize(("mode", "said"), [("eagre", "did you mean 'eager'?"), ("EAGER", "auto, eager, triton")])
+def test_an_unknown_switch_is_an_error(mode, said, monkeypatch):
+    monkeypatch.setenv("KVSIM_KERNELS", mode)
+    with pytest.raises(KvsimError, match="KVSIM_KERNELS=") as caught:
+        filled("int(bits=4)", 40, 2)
+    assert said in str(caught.value)
+    monkeypatch.setenv("KVSIM_KERNELS", "")  # as not set
+    assert load.switch() == "auto"
+
+
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("flags", [["-mavx2", "-mfma", "-mf16c"], ["-O2"]], ids=["avx2", "least"])
@@ -172,3 +199,14 @@ def test_the_same_source_without_avx512(flags, monkeypatch):
             cases.test_every_length(method, monkeypatch)
     finally:
         load.library.cache_clear()
+
+
+@pytest.mark.parametrize("command", [bench.main, bench_step.main])
+@pytest.mark.parametrize(("words", "said"), [
+    (["--methods", "imt(bits=4)"], "imt"),
+    (["--tokens", "0"], "--tokens"), (["--threads", "0"], "--threads"), (["--rounds", "1"], "--rounds"),
+])  # fmt: skip
+def test_benches_say_what_is_wrong(command, words, said):
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 2
+    assert said in done.output
