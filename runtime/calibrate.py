@@ -42,7 +42,7 @@ from runtime.device import Machine, edition_name, this_machine
 from runtime.layer_runs import layer
 from runtime.microbench import DTYPES, HF_DTYPES, Point, Shape, launch, prefill, products, streams
 from runtime.pace import Pace
-from runtime.profile_file import checked, facts_of, text_of, write
+from runtime.profile_file import check_place, checked, facts_of, text_of, write
 from runtime.random_model import random_model
 from runtime.running_model import run
 from runtime.timing import Bench, clock_name, pinned_threads
@@ -274,10 +274,11 @@ def command(out: Path | None, on: str, name: str | None, threads: int | None, qu
     with pinned_threads(threads) as used:
         machine = this_machine(on)
         one = Calibration(machine, edition_name(machine, name), QUICK if quick else FULL, lambda text: None)
+        file = out or Path(f"{one.name}.toml")
+        check_place(file)
         with progress(one.steps(), "calibrating") as tell:
             one.tell = tell
             text = one.run()
-    file = out or Path(f"{one.name}.toml")
     profile = write(text, file)
     click.echo(f"{file}: {profile.name}, {used} threads, {profile.bandwidth_bytes_per_s / 1e9:.1f} GB/s, "
                f"{len(profile.coefficients)} coefficients, in {time.perf_counter() - start:.0f} s")

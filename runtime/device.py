@@ -147,6 +147,8 @@ def edition_name(machine: Machine, asked: str | None = None) -> str:
     asked: a name that the user wants. KvsimError where it means a shipped device that this machine is not.
     """
     own = identify(machine)
+    if asked is not None and not (asked.strip() and asked.isprintable() and "/" not in asked and len(asked) <= 100):
+        raise KvsimError(f"name {shown(asked)} must be words without slashes, of at most 100 characters")
     if asked is None:
         return load_device(own).name if own else _plain_name(machine)
     try:

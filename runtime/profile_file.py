@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.coefficients import BOUNDS, Coefficient
+from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile, load_device
 from runtime.device import Machine, identify
 
@@ -70,8 +71,14 @@ def checked(text: str) -> HardwareProfile:
 
 
 def write(text: str, path: Path) -> HardwareProfile:
-    """Check the text and put it in the place of `path` in one move: a reader finds the old file or the new one."""
+    """Check the text and put it in its place."""
     profile = checked(text)
+    put(text, path)
+    return profile
+
+
+def put(text: str, path: Path) -> None:
+    """Put a text in the place of `path` in one move: a reader finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
@@ -80,7 +87,18 @@ def write(text: str, path: Path) -> HardwareProfile:
         Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)  # gone where it was moved
-    return profile
+
+
+def check_place(path: Path, option: str = "--out", suffixes: tuple[str, ...] = ()) -> None:
+    """KvsimError where a file cannot be written, or not of its kind: told before minutes of measuring, not after."""
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise KvsimError(f"{option} {shown(str(path), 200)}: give a file that ends in {' or '.join(suffixes)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise KvsimError(f"{option} {shown(str(path), 200)} cannot be written: {error.strerror}") from None
 
 
 def facts_of(machine: Machine, name: str, date: str) -> dict[str, str]:

@@ -33,6 +33,7 @@ from runtime.measure import load_running, measure, named_spec
 from runtime.microbench import HF_DTYPES as DTYPES
 from runtime.microbench import launch
 from runtime.pace import CALM, Pace
+from runtime.profile_file import check_place, put
 from runtime.timing import QUIET_SPREAD, Bench, clock_name, pinned_threads
 from runtime.validation_stats import figures, inside, what
 
@@ -245,6 +246,10 @@ def command(device: str, model: str, layers: int, methods: str | None, prompts: 
     for text in chosen:
         parse_method(text)
     grid = Grid(chosen, prompts, batches, steps, repeats)
+    if out is not None:
+        check_place(out)
+    if plot is not None:
+        check_place(plot, "--plot", (".png", ".svg"))
     before = _record_of(out) if resume else None
     with pinned_threads(threads):
         profile = kvsim.load_device(device)
@@ -263,7 +268,7 @@ def command(device: str, model: str, layers: int, methods: str | None, prompts: 
 
 def _save(found: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        put(json.dumps(found, indent=1), out)
 
 
 def _record_of(out: Path | None) -> dict[str, Any] | None:

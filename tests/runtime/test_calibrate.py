@@ -1,6 +1,7 @@
 """A calibration in miniature: kvsim reads its file, it names no device that this is not, and is written whole."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import kvsim
 from kvsim.errors import KvsimError
 from runtime import calibrate, calibration_plan
 from runtime.calibration_plan import SMALL, Plan
-from runtime.device import this_machine
+from runtime.device import edition_name, this_machine
 from runtime.layer_runs import layer
 from runtime.microbench import Shape
-from runtime.profile_file import write
+from runtime.profile_file import check_place, put, write
 from runtime.timing import Bench, pinned_threads, summary
 
 TINY_MODEL = SMALL | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -60,6 +61,34 @@ def test_a_device_that_this_is_not_is_refused_before_anything_is_measured(tmp_pa
     with pytest.raises(KvsimError, match="means the shipped h200-sxm"):
         calibrate.command.main(["--name", "h200-sxm", "--out", str(file)], standalone_mode=False)
     assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a/b", "a\nb", "x" * 101])
+def test_names_that_no_profile_may_have(name):
+    with pytest.raises(KvsimError, match=r"^name .* must be words without slashes"):
+        edition_name(this_machine(), name)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate.Calibration, "run", lambda self: pytest.fail("measured"))
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(KvsimError, match=r"--out .* cannot be written: "):
+        calibrate.command.main(["--out", str(tmp_path / "file" / "x.toml")], standalone_mode=False)
+    with pytest.raises(KvsimError, match=r"--plot .*x.jpg'?: give a file that ends in .png or .svg"):
+        check_place(tmp_path / "x.jpg", "--plot", (".png", ".svg"))
+
+
+def test_a_run_that_is_stopped_while_it_writes_leaves_the_old_file(tmp_path, monkeypatch):
+    def stopped(self, target):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "record.json"
+    file.write_text("old")
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        put("new", file)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_text_that_is_no_profile_leaves_the_old_file(tmp_path):

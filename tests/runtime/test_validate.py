@@ -170,6 +170,14 @@ def test_a_validation_goes_on_where_a_window_ended(here, tmp_path, monkeypatch):
         validate(Grid(("full",), (24,), (1,), steps=4), model, spec, here, before={**parts[0], "threads": 99})
 
 
+@pytest.mark.parametrize("words", [["--out", "{}/file/x.json"], ["--plot", "{}/x.jpg"], ["--plot", "{}/file/x.png"]])
+def test_places_that_cannot_be_written_are_told_before_anything_runs(words, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(module, "load_running", lambda *given: pytest.fail("a model was made"))
+    with pytest.raises(KvsimError, match=f"{words[0]} .*x"):
+        module.command.main(["--device", "h200-sxm", *(w.format(tmp_path) for w in words)], standalone_mode=False)
+
+
 def test_nothing_that_runs_is_an_error(here):
     model = random_model(CONFIG)
     with pytest.raises(KvsimError, match="none of the methods runs"):
