@@ -127,7 +127,9 @@ def profile_here(device: str | None, on: str = "cpu") -> HardwareProfile:
     from runtime.quality_subjects import cache_home
 
     if device:
-        return kvsim.load_device(device)
+        profile = kvsim.load_device(device)
+        check_here(profile, this_machine(on))  # what is measured here is told beside it
+        return profile
     machine, found = this_machine(on), []
     for file in cache_home().glob("*.toml"):
         try:

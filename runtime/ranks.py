@@ -118,6 +118,9 @@ def decoding(subject: Subject, found: Reference, share: float, weigh: Tensor, ev
         end = found.prompt_tokens + horizon
         limit = len(found.tokens) * limit_bytes(spec_of(subject.model), share, end, 32)
         row = {"text": name, "way": way, "share": share, "limit": limit} | scored(subject, found, make())
+        if row["most_bytes"] > limit:
+            raise KvsimError(f"--shares {share:g}: {limit:,} bytes are fewer than the {row['most_bytes']:,} that the "
+                             "first rows, means and notes take; give a larger share")
         yield row | step_times(subject, device, found, make())
 
 

@@ -147,3 +147,33 @@ def test_a_damaged_policy_is_told(tmp_path, shares):
     save_file({"x": torch.zeros(1)}, str(file), metadata={"format": FORMAT, "shares": shares})
     with pytest.raises(KvsimError, match="damaged"):
         policy_of(file)
+
+
+@pytest.mark.parametrize("command", [adapt, importance, ranks])
+def test_another_machines_profile_is_no_twin_of_what_runs_here(command, monkeypatch):
+    """A CPU's figures beside predictions for a graphics card would be told as if they agreed or not."""
+    subject = type("Subject", (), {"tokenizer": None, "model": None})
+    monkeypatch.setattr("runtime.quality_subjects.load_subject", lambda name: subject)
+    monkeypatch.setattr("runtime.quality_subjects.load_text", lambda tokenizer, path: None)
+    monkeypatch.setattr("runtime.importance.Bench", lambda *_: None)
+    with pytest.raises(KvsimError, match="is not this machine"):
+        command.command.main(["--device", "rtx-4090"], standalone_mode=False)
+
+
+def test_a_share_that_cannot_be_kept_is_refused(monkeypatch):
+    """A limit of bytes that is passed makes every comparison at equal bytes a false one."""
+    class Cache:
+        def __init__(self, *_, **__):
+            pass
+
+    spec = type("Spec", (), {"cache_bytes": lambda self, tokens, batch, bits: 1000 * tokens})()
+    found = type("Found", (), {"scored": torch.zeros(1, 2), "prompt_tokens": 2, "tokens": [0]})
+    monkeypatch.setattr(ranks, "spec_of", lambda model: spec)
+    monkeypatch.setattr(ranks, "DynamicRankCache", Cache)
+    monkeypatch.setattr(ranks, "scored", lambda *_: {"most_bytes": 401})
+    monkeypatch.setattr(ranks, "step_times", lambda *_: {})
+    subject = type("Subject", (), {"model": None})
+    with pytest.raises(KvsimError, match="400 bytes are fewer than the 401"):  # 0.1 x 1000 x (2 + 2)
+        list(ranks.decoding(subject, found, 0.1, None, 1, "t", None))
+    monkeypatch.setattr(ranks, "scored", lambda *_: {"most_bytes": 400})
+    assert len(list(ranks.decoding(subject, found, 0.1, None, 1, "t", None))) == 6
