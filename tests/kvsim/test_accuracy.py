@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsim import crosscheck, families
 from kvsim.accuracy import evaluate, evaluate_table, like_llm, summary, table_lines
 from kvsim.coefficients import family_coefficients
 from kvsim.errors import KvsimError
@@ -169,3 +170,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.csv", tmp_path, tmp_path / "bytes.csv"):
         with pytest.raises(KvsimError, match="cannot be read"):
             evaluate(path)
+
+
+@pytest.mark.parametrize(("main", "more"), [(crosscheck.main, []), (families.main, ["--out", "x"])])
+def test_a_folder_without_tables_is_one_line(main, more, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["prog", str(tmp_path), *more])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: no measured tables (*.csv) in {tmp_path}\n"
