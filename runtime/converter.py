@@ -24,6 +24,7 @@ from pathlib import Path
 import click
 import torch
 
+from kvsim.cli_options import Counts
 from kvsim.codesign import attention_at
 from kvsim.coefficients import Coefficient
 from kvsim.errors import KvsimError
@@ -35,6 +36,7 @@ from runtime.attention import Rule
 from runtime.kernels import load
 from runtime.parts import Prompt
 from runtime.sharing import Geometry, LayerTwins, Surroundings
+from runtime.shipped import run_alone
 from runtime.store import Store
 
 HEADS, QUERIES, WIDTH = 4, 4, 128
@@ -206,14 +208,14 @@ def _crossing(turned: tuple[Turned, ...], full: float) -> float | None:
 
 
 @click.command()
-@click.option("--pairs", default="0,2,6,16", help="Pairs of rotations at each shift.")
-@click.option("--rows", default=COLD, help="Rows in memory.")
-@click.option("--rounds", default=9, help="Repetitions, all alternating.")
+@click.option("--pairs", type=Counts(), default="0,2,6,16", help="Pairs of rotations at each shift.")
+@click.option("--rows", type=click.IntRange(1), default=COLD, help="Rows in memory.")
+@click.option("--rounds", type=click.IntRange(1), default=9, help="Repetitions, all alternating.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def main(pairs: str, rows: int, rounds: int, as_json: bool) -> None:
+def main(pairs: tuple[int, ...], rows: int, rounds: int, as_json: bool) -> None:
     """Check a what-if's predictions against kernels whose converter is slower."""
     with torch.inference_mode():
-        found = checked(tuple(int(p) for p in pairs.split(",")), rows, rounds)
+        found = checked(pairs, rows, rounds)
     if as_json:
         click.echo(json.dumps(asdict(found) | {"error": found.error}))
         return
@@ -228,4 +230,4 @@ def main(pairs: str, rows: int, rounds: int, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(main)

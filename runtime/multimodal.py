@@ -34,6 +34,7 @@ from runtime.senses import (
     saved,
     trained,
 )
+from runtime.shipped import run_alone
 
 PROMPTS = 200
 POOLS: dict[Kind, tuple[tuple[int, int, int], ...]] = {
@@ -142,8 +143,9 @@ def lines(found: list[Result]) -> list[str]:
 
 @click.command()
 @click.option("--weights", type=click.Path(path_type=Path), help="Trained before, or where to keep it.")
-@click.option("--steps", default=2000, help="Training steps where there are no weights yet (2 minutes on one core).")
-@click.option("--prompts", default=PROMPTS, help="Held-out prompts of each kind.")
+@click.option("--steps", type=click.IntRange(1), default=2000,
+              help="Training steps where there are no weights yet (2 minutes on one core).")
+@click.option("--prompts", type=click.IntRange(1), default=PROMPTS, help="Held-out prompts of each kind.")
 @click.option("--seed", default=0, help="Of weights and training; prompts are drawn with the next.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def main(weights: Path | None, steps: int, prompts: int, seed: int, out: Path | None) -> None:
@@ -162,4 +164,4 @@ def main(weights: Path | None, steps: int, prompts: int, seed: int, out: Path | 
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(main)

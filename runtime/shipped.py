@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def earlier(found: dict[str, Any], out: str | None) -> list[dict[str, Any]]:
                          f"{shown(found[other])}; name another file")
     rows: list[dict[str, Any]] = held["rows"]
     return rows
+
+
+def run_alone(command: click.Command, args: list[str] | None = None) -> None:
+    """Run a command that is a module's own; what is wrong with the question ends it with one line and status 2."""
+    try:
+        command.main(args)
+    except KvsimError as problem:
+        click.echo(f"kvsim: {problem}", err=True)
+        sys.exit(2)
 
 
 def numbers(text: str, option: str, low: float, high: float) -> list[float]:

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvsim.errors import KvsimError
-from runtime import adapt, importance, quality, ranks, train
+from runtime import adapt, converter, importance, multimodal, quality, ranks, train
 from runtime.calibration import FORMAT
 from runtime.quality_subjects import load_subject, load_text
-from runtime.shipped import check_out, earlier, numbers, write_whole
+from runtime.shipped import check_out, earlier, numbers, run_alone, write_whole
 from runtime.training_file import policy_of
 
 
@@ -177,3 +177,16 @@ def test_a_share_that_cannot_be_kept_is_refused(monkeypatch):
         list(ranks.decoding(subject, found, 0.1, None, 1, "t", None))
     monkeypatch.setattr(ranks, "scored", lambda *_: {"most_bytes": 400})
     assert len(list(ranks.decoding(subject, found, 0.1, None, 1, "t", None))) == 6
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [(converter, "--pairs x"), (converter, "--rows 0"), (converter, "--rounds -1"), (multimodal, "--steps -1"),
+     (multimodal, "--prompts 0"), (multimodal, "--weights {file}")],
+)  # fmt: skip
+def test_modules_of_their_own_end_with_status_2(command, line, tmp_path, capsys):
+    (tmp_path / "w").write_text("no weights")
+    with pytest.raises(SystemExit) as end:
+        run_alone(command.main, line.format(file=tmp_path / "w").split())
+    assert end.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
