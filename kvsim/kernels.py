@@ -164,7 +164,8 @@ def _chosen(device: HardwareProfile, op: str, kernel: str | None, format: str, c
         raise KvsimError(f"unknown conversion {shown(conversion)}; one of {', '.join(RATE_OF_CLASS)}")
     rows = _rows(device, op)
     if not rows:
-        raise KvsimError(f"no {shown(op)} coefficients for device {device.name} (family {device.family})")
+        raise KvsimError(f"no {shown(op)} coefficients for device {device.name} (family {device.family}): a profile "
+                         "with coefficients of its own gives every op's, one with none takes its family's")
     notes = []
     # parts of the project's own runtime answer to their names alone, never for work without one
     family = next((c.kernel for c in rows if kernel_family(c.kernel)[2] != PART), rows[0].kernel)

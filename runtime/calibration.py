@@ -53,9 +53,15 @@ class Calibration:
             made_for = self.metadata.get("architecture", "?")
             raise KvsimError(f"{name} was made for a {made_for} of other weight matrices than this "
                              f"{type(model).__name__}'s; calibrate this model")
-        pairs = list(zip(json.loads(self.metadata.get("sketch", "[]")), sketch, strict=False))
-        if len(pairs) != len(sketch) or any(abs(a - b) > NEAR * max(abs(a), abs(b)) for a, b in pairs):
+        pairs = list(zip(self._sketch(name), sketch, strict=False))
+        if len(pairs) != len(sketch) or not all(abs(a - b) <= NEAR * max(abs(a), abs(b)) for a, b in pairs):
             raise KvsimError(f"{name} was made for other weights of {type(model).__name__}; calibrate this model")
+
+    def _sketch(self, name: str) -> list[float]:
+        try:
+            return [float(x) for x in json.loads(self.metadata.get("sketch", "[]"))]
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            raise KvsimError(f"{name} is damaged: it does not say of which weights it is; calibrate anew") from None
 
     def check_method(self, method: Method, n_layers: int, file: str | None = None) -> None:
         """Raise KvsimError where factors were trained, not calibrated, and for other ranks: they cannot be cut.
@@ -64,7 +70,7 @@ class Calibration:
         """
         if "trained" not in self.metadata:
             return
-        own = parse_method(self.metadata["method"])
+        own = parse_method(self.metadata.get("method", ""))
         for index in range(n_layers):
             asked, made = method.at(index, n_layers), own.at(index, n_layers)
             for a, b in ((asked.k.basis, made.k.basis), (asked.v.basis, made.v.basis)):

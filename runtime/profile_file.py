@@ -84,6 +84,7 @@ def put(text: str, path: Path) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        Path(name).chmod(0o644)  # a draft is its owner's alone, a result is for whoever may look into the folder
         Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)  # gone where it was moved

@@ -1,7 +1,9 @@
 """Recording against the model's own cache and gradients; what parts learn against brute force; files of one model."""
 
 import itertools
+import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -283,6 +285,14 @@ def test_a_file_comes_back_and_fits_one_model(model, tmp_path):
         load(path, tiny(seed=1))
     with pytest.raises(KvsimError, match="other weight matrices"):
         load(path, tiny(tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("sketch", ["[", "3", '["a"]', "[" * 100_000, f"[1{'0' * 400}]", "[NaN]"])
+def test_a_file_that_lies_about_its_weights_is_refused(model, sketch):
+    made = calibrate(model, [ids(80)], "palu(rank=8)")
+    many = f"[{', '.join(['NaN'] * len(json.loads(made.metadata['sketch'])))}]" if sketch == "[NaN]" else sketch
+    with pytest.raises(KvsimError, match=r"damaged|other weights"):
+        replace(made, metadata=made.metadata | {"sketch": many}).check(model)
 
 
 def test_what_is_no_calibration_is_refused(model, tmp_path):
