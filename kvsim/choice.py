@@ -164,18 +164,20 @@ def cautioned(c: Candidate, limits: Limits) -> bool:
 
 
 def merit(c: Candidate, objective: Objective) -> tuple[float, ...]:
-    """What is maximised; ties by speed."""
+    """What is maximised; ties by speed as far as it is known, then by what was measured to be lost."""
     record = c.record
     speed = -float(record.decode.seconds)
+    measured = float(c.loss is not None), -(c.loss or 0.0)
     if objective == "gentle":
-        return float(c.loss is not None), -(c.loss or 0.0), c.gentleness, speed
+        return *measured, c.gentleness, speed
     first = {
         "memory": lambda: -float(record.peak_bytes),
         "speed": lambda: speed,
         "context": lambda: float(record.max_context),
         "batch": lambda: float(record.max_batch),
     }[objective]()
-    return first, speed
+    # no prediction of a time is good to a thousandth
+    return first, float(f"{speed:.3g}"), *measured, speed
 
 
 def frontier(kept: Sequence[Candidate]) -> tuple[Candidate, ...]:
