@@ -202,8 +202,10 @@ def bare(name: str) -> str:
 
 
 def most_measured(rows: Sequence[Evidence]) -> tuple[Evidence, ...]:
-    """Rows of the model with most of them: figures that are compared must be of one model."""
-    count = {r.model: sum(x.model == r.model for x in rows) for r in rows}
+    """Rows of the model with most segments of text under them: figures that are compared must be of one model."""
+    count: dict[str, int] = {}
+    for row in rows:
+        count[row.model] = count.get(row.model, 0) + row.segments
     name = max(count, key=lambda m: (count[m], m), default="")
     return tuple(r for r in rows if r.model == name)
 
@@ -229,10 +231,10 @@ class Table:
         rows = tuple(rows)
         names = {bare(model.name), bare(Path(model.name).name)}
         self.own = _by_method(r for r in rows if bare(r.model) in names)
-        lent = [r for r in rows if bare(r.model) not in names]
-        self.lender = max((r.model for r in lent), key=lambda m: (sum(r.model == m for r in lent), m), default="")
+        lent = most_measured([r for r in rows if bare(r.model) not in names])
+        self.lender = lent[0].model if lent else ""
         self.factor, self.widened_by = spread(rows)
-        self.lent = _by_method(r for r in lent if r.model == self.lender)
+        self.lent = _by_method(lent)
 
     def of(self, method: Method, work: Workload, model: ModelSpec) -> tuple[Evidence | None, str]:
         """(the evidence that speaks for a method at a workload, why there is none)."""

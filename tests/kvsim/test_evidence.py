@@ -8,7 +8,7 @@ import pytest
 import kvsim
 from kvsim.choice import Limits, too_lossy
 from kvsim.errors import KvsimError
-from kvsim.evidence import Evidence, Table, from_json, gathered, kept, read, shipped, spread, stored_bits
+from kvsim.evidence import Evidence, Table, from_json, gathered, kept, most_measured, read, shipped, spread, stored_bits
 from kvsim.plan import fit
 
 SMALL = kvsim.load_model("smollm2-135m")
@@ -228,6 +228,16 @@ def test_a_shipped_models_own_name_finds_its_rows():
     found, _ = Table(shipped(), gemma).of(kvsim.parse_method("int(bits=5)"), kvsim.Workload(1, 1024), gemma)
     assert found.model == "gemma3-270m"
     assert not found.borrowed_from
+
+
+def test_the_model_that_lends_is_the_one_with_most_text_under_its_rows():
+    few = [replace(r, segments=8) for r in ROWS[:3]]
+    many = [replace(r, model="gemma3-270m", segments=4) for r in ROWS]
+    assert len(many) > len(few)  # 5 rows of 4 segments against 3 of 8
+    llama = kvsim.load_model("llama-3.1-8b")
+    assert Table([*many, *few], llama).lender == "smollm2-135m"
+    assert most_measured([*many, *few]) == tuple(few)
+    assert Table(shipped(), llama).lender == "smollm2-135m"
 
 
 def test_a_tighter_limit_chooses_another_method_and_both_are_right_by_the_table():

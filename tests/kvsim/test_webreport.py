@@ -174,15 +174,15 @@ def test_the_command(tmp_path, capsys):
     from kvsim.cli import main
 
     out = tmp_path / "r.html"
-    ask = ["report", "--model", "gpt2", "--device", "rtx-4090", "--prompt", "512", "--out", str(out)]
+    ask = ["report", "--model", "gpt2", "--device", "rtx-4090", "--prompt", "512"]
     with pytest.raises(SystemExit) as ended:
-        main(ask)
+        main([*ask, "--out", str(out)])
     assert ended.value.code == 0
     assert f"kvsim report --model gpt2 --device rtx-4090 --prompt 512 --out {out}" in out.read_text()
-    for change, says, status in ((["--out", "x.pdf"], "ends in .html", 2), (["--batch", "0"], "batch", 2),
-                                 (["--max-tpot", "0.0001"], "nothing fits", 1)):  # fmt: skip
+    for target, change, says, status in (("x.pdf", [], "ends in .html", 2), (out, ["--batch", "0"], "batch", 2),
+                                         (out, ["--max-tpot", "0.0001"], "nothing fits", 1)):  # fmt: skip
         with pytest.raises(SystemExit) as ended:
-            main([*ask, *change])
+            main([*ask, "--out", str(target), *change])
         assert ended.value.code == status
         said = capsys.readouterr()
         assert says in said.out + said.err
