@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvsim.coefficients import BOUNDS, Coefficient
 from kvsim.errors import KvsimError, shown
 from kvsim.hardware import HardwareProfile, load_device
 from runtime.device import Machine, identify
+from runtime.files import write_whole
 
 HEAD = ("name", "vendor", "architecture", "family", "kind", "topology", "vendor_capacity", "date", "edition")
 GENERATIONS = {"7.0": "volta", "7.5": "turing", "8.0": "ampere-dc", "8.6": "ampere-gddr", "8.7": "ampere-gddr",
@@ -73,21 +73,8 @@ def checked(text: str) -> HardwareProfile:
 def write(text: str, path: Path) -> HardwareProfile:
     """Check the text and put it in its place."""
     profile = checked(text)
-    put(text, path)
+    write_whole(path, text)
     return profile
-
-
-def put(text: str, path: Path) -> None:
-    """Put a text in the place of `path` in one move: a reader finds the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)  # a draft is its owner's alone, a result is for whoever may look into the folder
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)  # gone where it was moved
 
 
 def check_place(path: Path, option: str = "--out", suffixes: tuple[str, ...] = ()) -> None:

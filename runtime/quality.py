@@ -18,10 +18,11 @@ from kvsim.cli_answers import split_methods
 from kvsim.cli_options import Count, print_json
 from kvsim.errors import KvsimError
 from kvsim.evidence import Evidence, own_path
+from runtime.files import write_whole
 from runtime.quality_grid import QUICK, full_grid, preset_methods
 from runtime.quality_run import Bench, Sizes, quick, rounded, run
 from runtime.quality_subjects import Subject, Text, load_subject, load_text, use_threads
-from runtime.shipped import check_counts, check_out, write_whole
+from runtime.shipped import check_counts, check_out
 
 
 @click.command("quality", context_settings={"help_option_names": ["--help", "-h"]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import click
 from kvsim.cli_options import print_json
 from kvsim.errors import KvsimError, shown
 from kvsim.survey_results import lines
+from runtime.files import write_whole
 from runtime.quality_run import machine, versions
 from runtime.quality_subjects import Subject, Text
 
@@ -90,19 +90,6 @@ def write(found: dict[str, Any], out: str | None) -> None:
     """Keep what there is so far."""
     if out:
         write_whole(Path(out), json.dumps(found, indent=1, allow_nan=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Put a text in place at once: who is killed while writing leaves what was there before."""
-    if path.exists() and not path.is_file():  # /dev/stdout and the like
-        path.write_text(text, "utf-8")
-        return
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, "utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def finish(found: dict[str, Any], out: str | None, as_json: bool) -> None:

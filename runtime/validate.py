@@ -29,11 +29,12 @@ from kvsim.workload import Workload
 from runtime.calibrate import progress
 from runtime.calibration_fits import PACE
 from runtime.device import check_here, this_machine
+from runtime.files import write_whole
 from runtime.measure import load_running, measure, named_spec
 from runtime.microbench import HF_DTYPES as DTYPES
 from runtime.microbench import launch
 from runtime.pace import CALM, Pace
-from runtime.profile_file import check_place, put
+from runtime.profile_file import check_place
 from runtime.timing import QUIET_SPREAD, Bench, clock_name, pinned_threads
 from runtime.validation_stats import figures, inside, what
 
@@ -268,7 +269,7 @@ def command(device: str, model: str, layers: int, methods: str | None, prompts: 
 
 def _save(found: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        put(json.dumps(found, indent=1), out)
+        write_whole(out, json.dumps(found, indent=1))
 
 
 def _record_of(out: Path | None) -> dict[str, Any] | None:

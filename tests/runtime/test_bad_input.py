@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvsim.errors import KvsimError
 from runtime import adapt, converter, importance, multimodal, quality, ranks, train
 from runtime.calibration import FORMAT
+from runtime.files import write_whole
 from runtime.quality_subjects import load_subject, load_text
-from runtime.shipped import check_out, earlier, numbers, run_alone, write_whole
+from runtime.shipped import check_out, earlier, numbers, run_alone
 from runtime.training_file import policy_of
 
 

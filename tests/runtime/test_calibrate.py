@@ -12,9 +12,10 @@ from kvsim.errors import KvsimError
 from runtime import calibrate, calibration_plan
 from runtime.calibration_plan import SMALL, Plan
 from runtime.device import edition_name, this_machine
+from runtime.files import write_whole
 from runtime.layer_runs import layer
 from runtime.microbench import Shape
-from runtime.profile_file import check_place, put, write
+from runtime.profile_file import check_place, write
 from runtime.timing import Bench, pinned_threads, summary
 
 TINY_MODEL = SMALL | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -86,7 +87,7 @@ def test_a_run_that_is_stopped_while_it_writes_leaves_the_old_file(tmp_path, mon
     file.write_text("old")
     monkeypatch.setattr(Path, "replace", stopped)
     with pytest.raises(KeyboardInterrupt):
-        put("new", file)
+        write_whole(file, "new")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 

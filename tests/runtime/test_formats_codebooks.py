@@ -145,13 +145,15 @@ class TestKMeans:
             run("kmeans(bits=3)", calibration={"codebook": torch.zeros(1, 2, 64, 4)}).model_buffers()
 
 
-class TestMixed:
-    @pytest.mark.parametrize("bits", [2, 3, 5, 8])
-    def test_one_width_is_plain_integers(self, bits):
-        x = normal(2, 2, 9, 80)
-        mixed = there_and_back(run(f"mixed(bits=({bits},),mean={bits},group=16)", width=80), x)
-        assert torch.equal(mixed, there_and_back(run(f"int(bits={bits},group=16)", width=80), x))
+@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+@pytest.mark.parametrize("form", ["mixed(bits=({0},),mean={0},group=16)", "widths(bits=({0},),group=16)"])
+def test_one_width_is_plain_integers(form, bits):
+    x = normal(2, 2, 9, 80)
+    found = there_and_back(run(form.format(bits), width=80), x)
+    assert torch.equal(found, there_and_back(run(f"int(bits={bits},group=16)", width=80), x))
 
+
+class TestMixed:
     def test_each_group_is_plain_integers_of_its_width(self):
         """Heads and sequences with different widths, codes that straddle bytes, a shorter last group."""
         x = normal(2, 3, 11, 80) * torch.logspace(-1, 1, 80)
@@ -205,12 +207,6 @@ class TestMixed:
 
 
 class TestWidths:
-    @pytest.mark.parametrize("bits", [2, 3, 5, 8])
-    def test_one_width_is_plain_integers(self, bits):
-        x = normal(2, 2, 9, 80)
-        given = there_and_back(run(f"widths(bits=({bits},),group=16)", width=80), x)
-        assert torch.equal(given, there_and_back(run(f"int(bits={bits},group=16)", width=80), x))
-
     @pytest.mark.parametrize("bits", [(4, 3, 5), (1, 7, 2, 8, 3, 5, 6, 4, 2, 2, 2, 5)])
     def test_each_head_and_group_is_plain_integers_of_its_width(self, bits):
         """Codes that straddle bytes and heads, a shorter last group."""
