@@ -97,11 +97,15 @@ class Learned:
 
 
 def spectra_of(found: Reference, weights: Tensor) -> Tensor:
-    """Weighted energies about the mean [segments, layers * 2 * heads, d] of prompts, falling in each head."""
+    """Weighted energies about the mean [segments, layers * 2 * heads, d] of prompts, falling in each head.
+
+    Of a prompt with fewer rows than channels the directions that it does not span have none.
+    """
     sides = []
     for seen, own in zip(found.prompt, weights, strict=True):
         for x, weight in ((seen.k, own[0]), (seen.v, own[1])):
             rows = x.float()[:, :, SINKS:]
             values = right_vectors(rows - rows.mean(2, keepdim=True), x.shape[3])[1]
-            sides.append(values.square() * weight[None, :, None])
+            energies = nn.functional.pad(values.square(), (0, x.shape[3] - values.shape[-1]))
+            sides.append(energies * weight[None, :, None])
     return torch.cat(sides, dim=1)

@@ -89,6 +89,13 @@ def step_times(subject: Subject, device: HardwareProfile, found: Reference, cach
     return row
 
 
+def check_rank(subject: Subject, rank: int) -> None:
+    """KvsimError where ranks exceed a head's width: told before anything is run."""
+    width = min(layer.attention.k_dim for layer in spec_of(subject.model).layers if layer.attention)
+    if rank > width:
+        raise KvsimError(f"--rank {rank} exceeds the {width} channels of a head of {subject.name}; give fewer")
+
+
 def changed(text: Text, other: Text, count: int, prompt: int, scored_tokens: int) -> Tensor:
     """Segments whose text changes after the prompt: the first text's tokens, then the other's."""
     first, second = text.segments(count, prompt), other.segments(count, scored_tokens + 1)
@@ -185,6 +192,7 @@ def command(model: str, text_file: str | None, other_file: str | None, shares: s
     wanted = numbers(shares, "--shares", 0, 1)
     profile = profile_here(device)
     subject = load_subject(model)
+    check_rank(subject, rank)
     text = load_text(subject.tokenizer, text_file)
     pieces = torch.stack(text.between(segments, prompt + count + 1, PIECES, PIECE))
     weigh = head_weights(subject.model, pieces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,35 +13,12 @@ from kvsim.record import Timing
 from runtime.cache import CompressedCache
 from runtime.quality_reference import handed
 from runtime.quality_run import rounded
-from runtime.timing import clock, steady, switches
+from runtime.timing import steady, switches
+from runtime.watch import Watch
 
+CACHE, DECISION = "cache", "decision"
 STEPS, WARM = 8, 2
 """Steps that are timed, and steps before them: the first ones find nothing in place."""
-
-
-@dataclass
-class Stopwatch:
-    """Seconds inside one or several functions since the last look."""
-
-    now: Callable[[], float]
-    seconds: float = field(default=0.0)
-
-    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self.now()
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self.seconds += self.now() - start
-
-        return timed
-
-    def look(self) -> float:
-        """Seconds since the last look."""
-        found, self.seconds = self.seconds, 0.0
-        return found
 
 
 @dataclass(frozen=True)
@@ -59,25 +36,25 @@ def timed_steps(model: Any, cache: CompressedCache, tokens: Tensor, warm: int = 
 
     Steps count as steady ones do in `kvsim measure`; a cache whose last layer decides is watched while it does.
     """
-    now = clock(tokens.device)
-    inside, aside, laps = Stopwatch(now), Stopwatch(now), []
+    watch, laps = Watch(tokens.device), []
     for layer in cache.layers:
-        layer.attend = inside.around(layer.attend)
+        layer.attend = watch.wrap(layer.attend, CACHE)
     if decided := getattr(cache.layers[-1], "decided", None):
-        cache.layers[-1].decided = aside.around(decided)
+        cache.layers[-1].decided = watch.wrap(decided, DECISION)
     with torch.no_grad():
         for i in range(tokens.shape[1]):
             if before is not None:
                 before(i)
             known = _decisions(cache)
-            lost, start = switches(), now()
+            watch.clear()
+            lost, start = switches(), watch.now()
             model(tokens[:, i : i + 1], **handed(model, cache))
-            took = now() - start, inside.look(), aside.look()
-            laps.append((*took, switches() - lost, _decisions(cache) > known))
+            took, aside = watch.now() - start, watch.seconds[DECISION]
+            laps.append((took - aside, watch.seconds[CACHE], aside, switches() - lost, _decisions(cache) > known))
     kept = [x for x in laps[min(warm, len(laps) - 1) :] if not x[4]] or laps
     lost_in = [x[3] for x in kept]
-    return Stepped(steady([x[0] - x[2] for x in kept], lost_in).seconds,
-                   steady([x[1] - x[2] for x in kept], lost_in).seconds, tuple(x[2] for x in laps if x[4]))
+    return Stepped(steady([x[0] for x in kept], lost_in).seconds, steady([x[1] for x in kept], lost_in).seconds,
+                   tuple(x[2] for x in laps if x[4]))
 
 
 def _decisions(cache: CompressedCache) -> int:

@@ -15,7 +15,8 @@ from kvsim.ranks import cache_bytes, level, limit_bytes, lost, rounded_ranks
 from runtime.cache import spec_of
 from runtime.dynamic_rank import DynamicRankCache
 from runtime.quality_reference import handed, reference
-from runtime.rank_learning import Learned, RankNetwork, budget_shift, relaxed_loss, train
+from runtime.rank_learning import Learned, RankNetwork, budget_shift, relaxed_loss, spectra_of, train
+from runtime.step_time import timed_steps
 
 T, M, WIDTH = 80, 24, 32
 
@@ -61,6 +62,29 @@ def test_bytes_are_exact_and_within_the_share_at_every_step(model, tokens, mode,
             assert (cache.decisions[-1] == cache.decisions[1]).all()
         if mode == "uniform":
             assert cache.decisions[0].min() == cache.decisions[0].max() > 0
+
+
+def test_a_watched_step_tells_the_cache_and_its_decisions_apart(model, tokens):
+    """24 rows decide three times at every=8; a decision counts in neither the steps nor the cache's part of them."""
+    seen = []
+    with DynamicRankCache(model, 0.4, mode="dynamic", every=8, horizon=M) as cache:
+        with torch.no_grad():
+            model(tokens[:, :T], **handed(model, cache))
+        before = len(cache.decisions)
+        took = timed_steps(model, cache, tokens[:, T:], before=seen.append)
+        assert len(cache.decisions) - before == 2 * 3
+    assert seen == list(range(M))
+    assert len(took.decisions) == 3
+    assert min(took.decisions) > 0
+    assert 0 < took.cache < took.step
+
+
+def test_energies_of_a_prompt_too_short_to_span_a_head_end_in_zeros(model, tokens):
+    """4 rows are sinks; the other 16 about their mean span 15 of 32 directions."""
+    found = spectra_of(reference(model, tokens, 20), torch.ones(2, 2, 2))
+    assert found.shape == (2, 8, WIDTH)
+    assert bool((found[..., :15] > 0).all())
+    assert float((found[..., 16:]).max()) == 0.0
 
 
 def test_everything_kept_is_the_uncompressed_model(model, tokens):
